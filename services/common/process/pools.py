@@ -11,7 +11,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -41,23 +41,34 @@ class Pool:
         self._standstill = standstill
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
-    async def run(self, work: Callable[..., T], *args: object) -> T:
+    async def run(
+        self, work: Callable[..., T], *args: object, late: Callable[[T], object] | None = None
+    ) -> T:
         """What the work comes to in a thread.
 
+        Args:
+            late: is given, in a thread of the pool, what the work comes to when nobody waits for it any more.
+
         Raises:
-            Unavailable: it took too long, or stood still for too long. It may still run.
+            Unavailable: it took too long, or stood still for too long. It may still run, if it had begun.
         """
         doing = _Doing(work)
-        running = asyncio.get_running_loop().run_in_executor(self._threads, doing, *args)
+        begun = self._threads.submit(doing, *args)
+        running = asyncio.wrap_future(begun)
         try:
             async with asyncio.timeout(self._deadline):
                 if self._standstill is not None:
                     await self._while_it_goes_on(running, doing, self._standstill)
                 return await running
         except TimeoutError as error:
-            if not running.cancelled():
-                raise
+            if running.done() and not running.cancelled():
+                return running.result()
             raise Unavailable(f"no {self._name} within {self._deadline:g} s; try again later") from error
+        finally:
+            # What waits for a thread never runs. Also who is cancelled here does not wait any more.
+            running.cancel()
+            if late is not None and running.cancelled():
+                begun.add_done_callback(lambda ended: self._threads.submit(_hand_over, late, ended))
 
     async def _while_it_goes_on(self, running: asyncio.Future[T], doing: _Doing[T], most: float) -> None:
         """Returns when work has ended. Raises Unavailable when it stands still."""
@@ -67,8 +78,12 @@ class Pool:
             if done != (done := doing.done()) or doing.thread is None:
                 since = time.monotonic()
             elif time.monotonic() - since >= most and not running.done():
-                running.cancel()
                 raise Unavailable(f"a {self._name} stood still for {most:g} s; try again later")
+
+
+def _hand_over(late: Callable[[T], object], ended: Future[T]) -> None:
+    if not ended.cancelled() and ended.exception() is None:
+        late(ended.result())
 
 
 class _Doing(Generic[T]):
@@ -118,4 +133,5 @@ LOOKS = Pool("answer of the checkpoints' storage", 16, 60.0)
 
 TRANSFERS = Pool("transfer of a checkpoint", 16, 6 * 3600.0, 1800.0)
 """Checkpoints of a trainer that are saved and loaded, of which one may be a terabyte. What waits for a client
-of an object store never stands still: it looks each second, and the client has deadlines of its own."""
+of an object store never stands still: it looks each second, and the client has deadlines of its own. A file
+system that sends a file when it is closed has half an hour for the largest."""

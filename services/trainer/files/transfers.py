@@ -46,12 +46,19 @@ class Transfers:
         """As `CheckpointStore.load`."""
         await self.answers(model_id, checkpoint_id)
         load = partial(self._checkpoints.load, model_id, checkpoint_id, version)
-        return await _run(TRANSFERS, model_id, checkpoint_id, load)
+        # What comes when it was given up lies in memory, or on a disk of this machine.
+        return await _run(TRANSFERS, model_id, checkpoint_id, load, SavedState.release)
 
 
-async def _run(pool: Pool, model_id: str, checkpoint_id: str, work: Callable[[], T]) -> T:
+async def _run(
+    pool: Pool,
+    model_id: str,
+    checkpoint_id: str,
+    work: Callable[[], T],
+    late: Callable[[T], object] | None = None,
+) -> T:
     try:
-        return await pool.run(work)
+        return await pool.run(work, late=late)
     except Unavailable as error:
         path = ids.tinker_path(model_id, checkpoint_id)
         raise StorageAway(f"the storage of checkpoint {path} hangs: {error.message}") from error

@@ -24,15 +24,63 @@ async def test_reads_that_hang_take_no_thread_from_computing() -> None:
         await asyncio.gather(*hanging)
 
 
-async def test_what_takes_too_long_is_not_waited_for() -> None:
-    release = threading.Event()
-    pool = Pool("nap", 1, 0.05)
+@pytest.mark.parametrize("standstill", [None, 60.0])
+async def test_what_takes_too_long_is_not_waited_for_and_never_runs_if_it_had_no_thread(
+    standstill: float | None,
+) -> None:
+    release, ran = threading.Event(), threading.Event()
+    pool = Pool("nap", 1, 0.05, standstill)
     try:
-        for _ in range(2):
+        for work in (release.wait, ran.set):
             with pytest.raises(Unavailable, match="nap"):
-                await pool.run(release.wait, 30)
+                await pool.run(work)
     finally:
         release.set()
+    # All that was there before has had its turn.
+    await pool.run(int)
+    assert not ran.is_set()
+
+
+@pytest.mark.parametrize("standstill", [None, 60.0])
+async def test_what_its_caller_waits_for_no_more_never_runs_if_it_had_no_thread(
+    standstill: float | None,
+) -> None:
+    release, ran = threading.Event(), threading.Event()
+    pool = Pool("nap", 1, 60.0, standstill)
+    waiting = [asyncio.create_task(pool.run(work)) for work in (release.wait, ran.set)]
+    await asyncio.sleep(0.05)
+    for each in waiting:
+        each.cancel()
+    await asyncio.wait(waiting)
+    release.set()
+    await pool.run(int)
+    assert not ran.is_set()
+
+
+async def test_what_comes_too_late_is_handed_over() -> None:
+    release, handed = threading.Event(), threading.Event()
+
+    def made() -> str:
+        release.wait(30)
+        return "made"
+
+    def hand(found: str) -> None:
+        if found == "made":
+            handed.set()
+
+    with pytest.raises(Unavailable):
+        await Pool("nap", 1, 0.05, 60.0).run(made, late=hand)
+    assert not handed.is_set()
+    release.set()
+    assert await asyncio.to_thread(handed.wait, 30)
+
+
+async def test_what_comes_in_time_is_its_callers_alone() -> None:
+    handed: list[int] = []
+    pool = Pool("nap", 1, 60.0, 60.0)
+    assert await pool.run(sum, [1, 2], late=handed.append) == 3
+    await pool.run(int)
+    assert not handed
 
 
 async def test_work_that_stands_still_is_not_waited_for_and_what_goes_on_is_for_as_long_as_it_takes() -> None:
