@@ -83,8 +83,12 @@ async def collect(data: DataDir, redis_url: str | None) -> dict[str, Any]:
 
 
 def _unannounced(report: dict[str, Any]) -> list[str]:
-    """Services that run here and have not announced themselves."""
-    announced = {entry["id"] for entry in report["services"]}
+    """Services that run here and have not announced themselves. The first rank of a trainer announces all."""
+    announced = set()
+    for entry in report["services"]:
+        kind, _, first = entry["id"].rpartition("-")
+        ranks = entry.get("world_size", 1) if kind == "trainer" and first.isdecimal() else 1
+        announced |= {entry["id"], *(f"{kind}-{int(first) + rank}" for rank in range(1, ranks))}
     return [
         entry["name"]
         for entry in report["processes"]

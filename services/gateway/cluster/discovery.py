@@ -54,6 +54,19 @@ def _neighbours(records: Sequence[ServiceRecord]) -> list[ServiceRecord]:
     return [record for record in records if together(Range(), record.versions)]
 
 
+def _tell_changes(before: View, now: View) -> None:
+    """Says who came and who went: all that others know of a service which hangs."""
+    for kind in now.services:
+        earlier = {record.id: record for record in before.services.get(kind, ())}
+        later = {record.id for record in now.services[kind]}
+        for name in earlier.keys() - later:
+            level = logging.INFO if earlier[name].state == "draining" else logging.WARNING
+            why = "it was stopped, ended, hangs, or does not reach Redis"
+            log.log(level, "%s %s is not announced any more: %s", kind, name, why)
+        for name in later - earlier.keys():
+            log.info("%s %s is announced", kind, name)
+
+
 def _without_load(records: Sequence[ServiceRecord]) -> list[ServiceRecord]:
     none = {"models": 0, "queued": 0, "stalls": 0, "longest_stall_ms": 0}
     return [msgspec.structs.replace(record, **none) for record in records]
@@ -121,7 +134,6 @@ class Services:
     def update(self, records: Sequence[ServiceRecord], base_models: Mapping[str, KnownModel]) -> None:
         """Takes over what is announced now."""
         changed = _without_load(records) != _without_load(self._records) or base_models != self._base_models
-        self._tell(records)
         self._records, self._base_models = records, base_models
         live, number = {record.incarnation for record in records}, self._number
         # What was called with the certificate before the present one may still run.
@@ -135,17 +147,6 @@ class Services:
             closing = asyncio.create_task(self._channels.pop(name).close(grace=_CLOSING_S))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
-
-    def _tell(self, records: Sequence[ServiceRecord]) -> None:
-        """Says who came and who went: all that a service which hangs has others know of it."""
-        before = {record.id: record for record in self._records}
-        now = {record.id: record for record in records}
-        for name in before.keys() - now.keys():
-            level = logging.INFO if before[name].state == "draining" else logging.WARNING
-            why = "it ended, hangs, or does not reach Redis"
-            log.log(level, "%s %s is not announced any more: %s", self._kind, name, why)
-        for name in now.keys() - before.keys():
-            log.info("%s %s is announced", self._kind, name)
 
     async def close(self) -> None:
         """Closes all channels."""
@@ -216,6 +217,7 @@ class Discovery:
                 "records in the registry",
                 f"{view.undecodable} are of another version",
             )
+        _tell_changes(self._view, view)
         self._view, self._looked_at = view, began
         for kind, services in (
             ("trainer", self.trainers),

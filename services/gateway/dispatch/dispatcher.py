@@ -37,6 +37,7 @@ from tinsmith.internal.v1 import operation_pb2
 
 log = logging.getLogger(__name__)
 
+_REDIS = "Redis"
 _UNRENEWED_S = 3 * TTL_S
 _SWEEP_S = 2.0
 _SWEEP_DEADLINE_S = 60.0
@@ -202,9 +203,9 @@ class Dispatcher:
                 async with self._acquiring:
                     lease = await self._leases.acquire(model_id, only_with_work)
             except (RedisError, OSError) as error:
-                self._paused.failed("Redis", error)
+                self._pause(model_id, error)
                 return
-            self._paused.over("Redis")
+            self._paused.over(model_id)
             if not isinstance(lease, Lease):
                 if lease is not None:
                     self._held_elsewhere[model_id] = asyncio.get_running_loop().time() + lease
@@ -235,14 +236,18 @@ class Dispatcher:
             await failpoints.reach("gateway.lease_taken")
             await runner.run()
         except (RedisError, OSError) as error:
-            # One outage of Redis is one of all models.
-            self._paused.failed("Redis", error)
+            self._pause(lease.model_id, error)
             return False
         finally:
             lost = lease.lost
             del self._runners[lease.model_id]
             await self._leases.release(lease)
         return runner.woken and not lost
+
+    def _pause(self, model_id: str, error: RedisError | OSError) -> None:
+        # An outage of Redis is one of all models; what it answers with is one model's.
+        away = isinstance(error, redis.exceptions.ConnectionError | redis.exceptions.TimeoutError | OSError)
+        self._paused.failed(_REDIS if away else model_id, error)
 
     async def _session_finished(self, model_id: str) -> bool:
         try:
@@ -271,3 +276,4 @@ class Dispatcher:
         for failure in await asyncio.gather(*looks, return_exceptions=True):
             if isinstance(failure, BaseException):
                 raise failure
+        self._paused.over(_REDIS)

@@ -135,25 +135,31 @@ class Leases:
         return 0.0 if self._renewed is None else asyncio.get_running_loop().time() - self._renewed
 
     async def _renew_all(self) -> None:
-        await asyncio.gather(*(self._renew_one(lease) for lease in list(self._held.values())))
+        answered = await asyncio.gather(*(self._renew_one(lease) for lease in list(self._held.values())))
+        if answered and all(answered):
+            self._unrenewed.over(_REDIS)
         self._renewed = asyncio.get_running_loop().time()
 
-    async def _renew_one(self, lease: Lease) -> None:
+    async def _renew_one(self, lease: Lease) -> bool:
+        """Whether Redis answered."""
         loop = asyncio.get_running_loop()
         asked = loop.time()
         try:
             async with asyncio.timeout(max(0.0, lease.valid_until - asked)):
                 renewed = await self._renew([keys.lease(lease.model_id)], self._holder, int(self._ttl * 1000))
         except (RedisError, OSError, TimeoutError) as error:
-            if loop.time() < lease.valid_until - self._ttl / 3:
-                return
-            # A gateway has many models; an outage of Redis is one of all of them.
-            self._unrenewed.failed(_REDIS, f"{error}" or "it did not answer in time")
-            renewed = 0
+            if loop.time() >= lease.valid_until - self._ttl / 3:
+                # A gateway has many models; an outage of Redis is one of all of them.
+                self._unrenewed.failed(_REDIS, f"{error}" or "it did not answer in time")
+                self._lost(lease)
+            return False
         if renewed:
-            self._unrenewed.over(_REDIS)
             lease.valid_until = asked + self._ttl
-            return
+        else:
+            self._lost(lease)
+        return True
+
+    def _lost(self, lease: Lease) -> None:
         if self._held.get(lease.model_id) is lease:
             del self._held[lease.model_id]
             LOST.inc()

@@ -1,8 +1,9 @@
 """The way in: who calls is known, may do that, and if not is told so, ever more slowly.
 
 Invariants: a refusal is counted, and a few of them are logged, with the key's id or its first characters,
-never with the key. A right key is never slowed, whatever it asks for, so nobody keeps others out by sending
-wrong ones; of addresses that did only so many are remembered.
+never with the key. A right key is never slowed, whatever it asks for, unless it is a token that cannot be
+looked up just then, so nobody keeps others out by sending wrong ones; of addresses that did only so many are
+remembered.
 """
 
 from __future__ import annotations
@@ -129,7 +130,10 @@ class Door:
 
     async def _wait(self) -> None:
         if self._waiting >= _WAITING:
-            raise Overloaded("too many calls come with wrong API keys; try again in a moment")
+            raise Overloaded(
+                "too many calls come with API keys that are wrong or cannot be looked up now; try again "
+                "in a moment"
+            )
         self._waiting += 1
         try:
             await asyncio.sleep(_PAUSE_S)

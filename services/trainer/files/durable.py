@@ -247,6 +247,9 @@ class DurableStore:
                     async with self._slots:
                         self._changed.discard(model_id)
                         self._failed.discard(model_id)
+                        if not self._draining:
+                            # Who wanted this write, and may want nothing any more, does not hurry the next.
+                            self._hurry[model_id].clear()
                         rest = await self._write_newest(model_id)
                 except Exception as error:
                     # The journal keeps what the snapshot would have covered.

@@ -59,6 +59,12 @@ async def test_status_says_which_processes_have_not_announced_themselves(
     assert "trainer-0  is not announced: it loads, hangs, or does not reach Redis" in status.show(report)
 
 
+def test_ranks_of_a_trainer_are_announced_by_their_first() -> None:
+    running = [{"name": f"trainer-{number}", "alive": True} for number in (2, 3, 4, 5, 6)]
+    services = [{"id": "trainer-2", "world_size": 4}, {"id": "gateway-0"}]
+    assert status._unannounced({"processes": running, "services": services}) == ["trainer-6"]
+
+
 def test_status_says_what_cannot_be_read() -> None:
     met = {"name": "tinsmith:session:{a}", "reason": "no such field", "count": 7, "last": time.time() - 5}
     shown = status.show({"processes": [], "services": [], "set_aside": [met]})

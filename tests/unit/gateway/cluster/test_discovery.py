@@ -147,3 +147,8 @@ async def test_a_service_of_a_release_too_far_away_gets_no_work_and_that_is_said
     assert [record.id for record in discovery.trainers.serving(BASE)] == ["next", "same"]
     (told,) = [entry.getMessage() for entry in caplog.records if "contract" in entry.getMessage()]
     assert told.startswith(f"trainer later speaks contract {later}, this gateway {Range()}: it gets no work")
+    fields["versions"] = later
+    await registry.announce(ServiceRecord(kind="trainer", id="same", **fields))
+    await discovery.refresh()
+    assert [record.id for record in discovery.trainers.serving(BASE)] == ["next"]
+    assert "not announced any more" not in caplog.text

@@ -51,6 +51,18 @@ async def test_operations_that_arrive_in_any_order_run_in_seq_id_order(
         assert sorted(gateway.recorded) == [0, 1, 2, 3]
 
 
+async def test_what_redis_says_of_one_model_is_told_with_its_name(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await gateway_on()
+    await redis_client.hset(keys.lease(MODEL), "no", "lease")
+    gateway.dispatcher.wake(MODEL)
+    said = f"dispatch of models pauses, and a sweep goes on: {MODEL}: "
+    async with asyncio.timeout(60):
+        while not any(message.startswith(said) for message in caplog.messages):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 async def test_a_refused_operation_does_not_hold_up_the_next(
     redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory, trainer: ScriptedTrainer
 ) -> None:

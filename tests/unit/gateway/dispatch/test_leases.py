@@ -83,6 +83,29 @@ async def test_leases_that_an_outage_takes_are_one_line_with_its_cause(
     await leases.stop()
 
 
+async def test_an_outage_is_not_over_while_redis_answers_for_some_leases_only(
+    any_redis: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    leases = Leases(any_redis, "gateway-0", ttl=1.0)
+    held = [lease for n in range(20) if isinstance(lease := await leases.acquire(f"s:train:{n}"), Lease)]
+    renew, unlucky = leases._renew, {keys.lease(f"s:train:{n}") for n in (1, 3, 5)}
+
+    async def some(named: list[str], *args: object) -> object:
+        if named[0] in unlucky:
+            raise redis.exceptions.ConnectionError("reset")
+        return await renew(named, *args)
+
+    monkeypatch.setattr(leases, "_renew", some)
+    for _ in range(6):
+        await asyncio.sleep(0.2)
+        await leases._renew_all()
+    assert sum(lease.lost for lease in held) == 3
+    lost = [message for message in caplog.messages if message.startswith("leases on models are lost")]
+    assert lost == ["leases on models are lost: Redis: reset", lost[-1]]
+    assert "no more of Redis" in lost[-1], "what was lost is renewed no more"
+
+
 async def test_a_held_lease_gets_a_higher_epoch_and_one_taken_by_another_is_lost(
     any_redis: redis.asyncio.Redis,
 ) -> None:

@@ -237,6 +237,26 @@ def test_a_model_that_steps_all_the_time_is_written_every_five_seconds(
     assert fake_clock.run_until_complete(train()) == 60 / 5
 
 
+def test_who_hurried_a_write_and_wants_nothing_more_hurries_no_other(
+    tmp_path: Path, trained: Trained, fake_clock: FakeClockLoop
+) -> None:
+    # Slower than the model steps: its writer never comes to an end.
+    pointers = SlowPointers(seconds=0.15)
+    store, _ = make(tmp_path, pointers, trained.take)
+
+    async def train() -> int:
+        looks = iter([True, True, False])
+        store.changed(MODEL)
+        settling = asyncio.create_task(store.settle(MODEL, lambda: next(looks)))
+        for trained.seq_id in range(600):
+            store.changed(MODEL)
+            await asyncio.sleep(0.1)
+        assert not await settling
+        return len(pointers.durable_at)
+
+    assert fake_clock.run_until_complete(train()) < 60 / 5 + 3
+
+
 def test_a_write_that_failed_is_repeated_by_itself_after_a_pause(
     tmp_path: Path, trained: Trained, fake_clock: FakeClockLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
