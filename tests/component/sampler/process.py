@@ -57,11 +57,11 @@ PATIENCE = 1200 if RUNNER == "v2" else 120
 _seq_ids = itertools.count(1)
 
 
-def make_model(directory: Path, *, tied: bool) -> Path:
+def make_model(directory: Path, *, tied: bool, vocab: int = VOCAB) -> Path:
     """A tiny Qwen3 whose head size (32) vLLM's CPU attention can do."""
     return make_tiny_model(
         directory,
-        vocab=VOCAB,
+        vocab=vocab,
         hidden=HIDDEN,
         heads=2,
         kv_heads=1,
@@ -73,7 +73,13 @@ def make_model(directory: Path, *, tied: bool) -> Path:
 
 
 def make_adapter(
-    seed: int, rank: int, *, attn: bool = True, mlp: bool = True, unembed: bool = True
+    seed: int,
+    rank: int,
+    *,
+    attn: bool = True,
+    mlp: bool = True,
+    unembed: bool = True,
+    vocab: int = VOCAB,
 ) -> dict[str, torch.Tensor]:
     """Random matrices "<module>.lora_A" and "<module>.lora_B", large enough to change every answer."""
     generator = torch.Generator().manual_seed(seed)
@@ -83,7 +89,7 @@ def make_adapter(
         shapes |= {f"{prefix}.self_attn.{name}": shape for name, shape in ATTN.items() if attn}
         shapes |= {f"{prefix}.mlp.{name}": shape for name, shape in MLP.items() if mlp}
     if unembed:
-        shapes["lm_head"] = (HIDDEN, VOCAB)
+        shapes["lm_head"] = (HIDDEN, vocab)
     tensors = {}
     for module, (inputs, outputs) in shapes.items():
         tensors[f"{module}.lora_A"] = torch.randn(rank, inputs, generator=generator) / inputs**0.5

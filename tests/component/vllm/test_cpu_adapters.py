@@ -80,12 +80,14 @@ def test_a_layer_in_two_parts_comes_to_the_same(ids: list[int]) -> None:
     torch.testing.assert_close(y, wanted)
 
 
+@pytest.mark.parametrize("padding", [2, 0, -1], ids=["wider", "as wide", "narrower"])
 @pytest.mark.parametrize("ids", OF_ROWS.values(), ids=OF_ROWS)
-def test_every_sampled_row_has_the_head_of_its_own_request(ids: list[int]) -> None:
-    # The stacked head is padded beyond the logits.
-    vocabulary = SLICES[0] - 1
-    x, y = random(len(ids), WIDTH), random(len(ids), vocabulary)
-    wanted = expected(y, x, ids, A[0], B[0][:, :, :vocabulary], SCALE)
+def test_every_sampled_row_has_the_head_of_its_own_request(ids: list[int], padding: int) -> None:
+    head = SLICES[0]
+    common = head + min(padding, 0)
+    x, y = random(len(ids), WIDTH), random(len(ids), head + padding)
+    of_head = expected(y[:, :common], x, ids, A[0], B[0][:, :, :common], SCALE)
+    wanted = torch.cat([of_head, y[:, common:]], 1)
     wrapper([33], ids).add_lora_logits(y, x, A[0], B[0], SCALE)
     torch.testing.assert_close(y, wanted)
 

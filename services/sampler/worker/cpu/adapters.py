@@ -85,7 +85,8 @@ class CpuAdapters(PunicaWrapperCPU):
     def add_lora_logits(
         self, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **_: Any
     ) -> None:
-        """y += scale * x A^T B^T; y: [sampled tokens, vocabulary], x: [sampled tokens, in]."""
+        """y += scale * x A^T B^T in the columns that y and B both have; y: [sampled tokens, columns], x:
+        [sampled tokens, in]."""
         if self._sampled is None:
             self._sampled = by_adapter(self.sampler_indices)
         rows = self._sampled
@@ -93,8 +94,8 @@ class CpuAdapters(PunicaWrapperCPU):
             return
         x, y = _ordered(_flat(x), rows).float(), _flat(y)
         low = _shrunk(x, lora_a_stacked, rows, scale)
-        # The stacked head may be padded beyond the logits.
-        _expand(y, [low], [lora_b_stacked], [y.shape[1]], 0, rows)
+        # vLLM pads the output head to a multiple of 64 tokens, and so these logits, but no adapter of it.
+        _expand(y, [low], [lora_b_stacked], [min(y.shape[1], lora_b_stacked.shape[2])], 0, rows)
 
     def add_lora_embedding(self, y: Tensor, x: Tensor, lora_b_stacked: Tensor, *_: Any, **__: Any) -> None:
         """y += x B^T; y: [tokens, out], x: [tokens, rank]."""
