@@ -136,6 +136,9 @@ async def _serve(config: SamplerConfig, engine: Engine, client: redis.asyncio.Re
             why = "the engine's weights are not sound" if unsound.done() else "the engine ended"
             log.error("%s; this process ends too, to be started again", why)
             await announcer.stop()
+            if unsound.done():
+                # Who asked for what ended it is told so, and sends no other replica after it.
+                await server.drain(_REPLIES_S)
             return 1
         log.info("draining for up to %.0f s", config.drain_seconds)
         service.draining = True

@@ -34,6 +34,7 @@ from services.sampler.engine.snapshot_key import Adapter, SnapshotKey
 from services.sampler.requests.admission import LATE_S, Admission, Place
 from services.sampler.requests.course import Course, Turned
 from services.sampler.requests.suspects import Suspects
+from services.sampler.snapshots.full_snapshots import GivenUp
 from services.sampler.snapshots.held import Held
 
 log = logging.getLogger(__name__)
@@ -172,7 +173,7 @@ class Samples:
                 if course.weights != key:
                     # Newer ones have come meanwhile.
                     continue
-                if job.begun is None or key == job.snapshot:
+                if job.begun is None or key == job.snapshot or isinstance(error.reason, GivenUp):
                     raise error.reason from error
                 # Its old ones are as good as they were.
                 self._stays.failed(str(key), error.reason)

@@ -4,7 +4,8 @@ Invariant: between the beginning and the end of `use` the engine has the weights
 has every request for its whole life, unless it asks for newer ones (`change`). Putting other weights in waits
 until nothing runs that is not to go on with them. Weights that do not fit are refused before one is replaced;
 what breaks off later ends all that ran and is made good with the base model's weights. An engine that does
-not take them is told of (`until_lost`), as is one whose workers were given up and may be at its weights yet.
+not take them is told of (`until_lost`), as is one whose workers were given up and may be at its weights yet:
+who asked for those has failed, as another engine may be no faster at them, and who did not is sent there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Generic, Protocol, TypeVar
 
-from services.common.contract.errors import Internal, InvalidRequest, TinsmithError, Unavailable
+from services.common.contract.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidRequest,
+    TinsmithError,
+    Unavailable,
+)
 from services.common.process.tasks import cancel_all
 from services.common.storage.data_dir import DataDir
 from services.common.telemetry.repeats import Repeats
@@ -38,6 +45,16 @@ H = TypeVar("H")
 
 _LOST = "this sampler lost its weights and restarts; another sampler runs it"
 _BROKE = "newer weights could not be put under what this sampler ran, which is lost; send it again"
+
+
+class GivenUp(DeadlineExceeded):
+    """The weights that a request asked for, and this engine with them."""
+
+    def __init__(self, weights: Weights, error: Unfinished) -> None:
+        super().__init__(
+            f"{_named(weights)} did not come into the engine in time, and the sampler restarts: "
+            f"{error.message}; see whether its storage answers, and send the request again"
+        )
 
 
 class WeightEngine(Protocol):
@@ -72,6 +89,8 @@ class FullSnapshots:
         self._entered: dict[int, asyncio.Future[None]] = {}
         self._running: dict[int, asyncio.Timeout] = {}
         """What ends a request whose weights break under it."""
+        self._given_up: dict[int, GivenUp] = {}
+        """What such a request fails with that was to go on with what was given up."""
         self._timer: asyncio.TimerHandle | None = None
         self._swap: asyncio.Task[None] | None = None
         self._coming: Weights = None
@@ -113,6 +132,7 @@ class FullSnapshots:
 
         Raises:
             InvalidRequest: they do not fit this model.
+            GivenUp: the engine is lost with them.
             Unavailable: the engine has no sound weights any more.
             TinsmithError: they could not be put there.
         """
@@ -123,6 +143,7 @@ class FullSnapshots:
         """A `use` of a full snapshot, whose place newer ones may take. Yields a ticket, for `change`.
 
         Raises:
+            GivenUp: the engine is lost with newer ones that `change` was to put there.
             Unavailable: newer ones broke off under what uses these, which is cancelled then.
             TinsmithError: as `use`.
         """
@@ -135,9 +156,10 @@ class FullSnapshots:
         except TimeoutError as error:
             if not running.expired():
                 raise
-            raise Unavailable(_BROKE) from error
+            raise self._given_up.get(ticket, Unavailable(_BROKE)) from error
         finally:
             self._running.pop(ticket, None)
+            self._given_up.pop(ticket, None)
             self.leave(ticket)
 
     async def enter(self, weights: Weights) -> int:
@@ -289,7 +311,12 @@ class FullSnapshots:
 
     def _give_up(self, weights: Weights, error: Unfinished) -> None:
         self._broke.failed(_named(weights), error)
-        self._end(self._turns.gave_up(), error)
+        waited, ran, others = self._turns.gave_up()
+        # Others try again what fails less often than what is lost with an engine that ends.
+        given_up = GivenUp(weights, error)
+        self._given_up.update(dict.fromkeys(ran, given_up))
+        self._fail(waited, given_up)
+        self._end(others, error)
 
     def _end(self, waited: tuple[int, ...], error: Exception) -> None:
         """Ends all that runs, and these who waited."""

@@ -161,13 +161,16 @@ class Turns:
             return self._without(target)
         return self._everybody()
 
-    def gave_up(self) -> tuple[int, ...]:
-        """What `decide` asked for was given up and may still go on: nothing runs any more. As `broke`."""
-        self._target.pop()
+    def gave_up(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """What `decide` asked for was given up and may still go on: nothing runs any more, and nobody waits.
+        Returns the requests that waited for it, those that ran and were to go on with it, and the others who
+        waited."""
+        target = self._target.pop()
         self._lost = True
         self._sound = False
         self._resident = None
-        return self._everybody()
+        ran = tuple(ticket for ticket, weights in self._next_of.items() if weights == target)
+        return self._without(target), ran, self._everybody()
 
     def decide(self, now: float) -> Run | Swap | Update | Wait:
         """What to do now."""

@@ -78,6 +78,7 @@ class Snapshots:
 
     def __init__(self) -> None:
         self.missing: set[SnapshotKey] = set()
+        self.failures: dict[SnapshotKey, Exception] = {}
         self.opened = {key: asyncio.Event() for key in (OLD, NEW, NEWER, NEWEST)}
         for event in self.opened.values():
             event.set()
@@ -97,6 +98,8 @@ class Snapshots:
     @asynccontextmanager
     async def use(self, key: SnapshotKey | None) -> AsyncIterator[Held]:
         assert key is not None
+        if key in self.failures:
+            raise self.failures[key]
         if key in self.missing:
             raise SnapshotNotFound(f"{key} is not there")
         await self.opened[key].wait()

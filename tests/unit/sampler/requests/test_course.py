@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from services.common.contract.errors import Internal, SnapshotNotFound
+from services.sampler.engine.calls.workers import Unfinished
 from services.sampler.engine.snapshot_key import SnapshotKey
+from services.sampler.snapshots.full_snapshots import GivenUp
 from tests.unit.sampler.requests.moved import JOB, NEW, NEWER, NEWEST, OLD, OTHER, Sampler
 
 
@@ -117,6 +119,18 @@ async def test_a_sample_goes_on_with_its_own_weights_when_newer_ones_are_not_to_
     await sampler.in_engine()
     sampler.engine.finish("length")
     assert await sampler.only(running) == ("length", [(1, 2)])
+
+
+async def test_a_sample_whose_newer_weights_ended_the_engine_does_not_go_back_to_its_own(
+    sampler: Sampler,
+) -> None:
+    sampler.snapshots.failures[NEW] = GivenUp(NEW, Unfinished("it did not finish"))
+    running = sampler.start()
+    await sampler.in_engine()
+    sampler.move(NEW)
+    with pytest.raises(GivenUp, match="did not finish"):
+        await asyncio.wait_for(running, 10)
+    assert sampler.snapshots.used == [OLD.version]
 
 
 async def test_a_sample_whose_first_weights_are_not_to_be_had_fails_for_that_reason(sampler: Sampler) -> None:

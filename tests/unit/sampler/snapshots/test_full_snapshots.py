@@ -19,14 +19,14 @@ from services.common.storage.data_dir import DataDir
 from services.sampler.engine.calls.workers import Unfinished
 from services.sampler.engine.snapshot_key import SnapshotKey, Weights
 from services.sampler.snapshots.adapter_slots import AdapterSlots
-from services.sampler.snapshots.full_snapshots import FullSnapshots
+from services.sampler.snapshots.full_snapshots import FullSnapshots, GivenUp
 from services.sampler.snapshots.incoming import IncomingSnapshot
 from services.sampler.snapshots.residency import Residency
 from services.sampler.snapshots.snapshots import Snapshots
 from services.sampler.snapshots.staging import Staging
 from tests.unit.sampler.snapshots.recorded import KEY, Engine
 
-FULL = SnapshotKey("session:train:1", 1)
+FULL, OTHER_FULL = SnapshotKey("session:train:1", 1), SnapshotKey("session:train:1", 2)
 
 
 def full(key: SnapshotKey = FULL, elements: int = 4) -> IncomingSnapshot:
@@ -184,12 +184,22 @@ async def test_an_engine_whose_workers_were_given_up_at_its_weights_is_lost_at_o
     )
     await snapshots.join_group(1, 1, 2, "gloo", 5)
     await snapshots.receive(full())
+    await snapshots.receive(full(OTHER_FULL, 1))
     gave_up = Unfinished("it did not finish")
     engine.unfit = gave_up if what == "looked at" else None
     engine.swap_failures = [gave_up] if what == "put in" else []
     async with asyncio.timeout(60):
+        # All of them wait while the base model runs.
+        async with snapshots.use(None):
+            wanted = [asyncio.create_task(sampled(snapshots, FULL)) for _ in range(2)]
+            other = asyncio.create_task(sampled(snapshots, OTHER_FULL))
+            while snapshots.waiting < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        for asked in wanted:
+            with pytest.raises(GivenUp, match="did not finish"):
+                await asked
         with pytest.raises(Unavailable, match="another sampler"):
-            await sampled(snapshots, FULL)
+            await other
         await full_snapshots.until_lost()
         with pytest.raises(Unavailable, match="another sampler"):
             await sampled(snapshots, None)

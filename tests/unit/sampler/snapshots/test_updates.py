@@ -13,6 +13,7 @@ from services.common.contract.errors import Internal, InvalidRequest, SnapshotNo
 from services.common.storage.data_dir import DataDir
 from services.sampler.engine.calls.workers import Unfinished
 from services.sampler.engine.snapshot_key import SnapshotKey, Weights
+from services.sampler.snapshots.full_snapshots import GivenUp
 from services.sampler.snapshots.held import Held
 from services.sampler.snapshots.snapshots import Snapshots
 from tests.unit.sampler.snapshots.recorded import Engine
@@ -180,19 +181,22 @@ async def test_an_update_that_breaks_off_ends_all_that_ran_and_then_the_base_wei
 async def test_all_that_ran_ends_where_the_workers_were_given_up_at_newer_weights(
     engine: Engine, snapshots: Snapshots, what: str
 ) -> None:
-    (request,) = await running(snapshots, OLD)
+    request, other = await running(snapshots, OLD, OLD)
     gave_up = Unfinished("it did not finish")
     engine.unfit = gave_up if what == "looked at" else None
     engine.update_failures = [gave_up] if what == "put in" else []
-    change = asyncio.create_task(request.change(NEW))
-    with pytest.raises(Unavailable):
+    changes = [asyncio.create_task(each.change(key)) for each, key in ((other, NEW), (request, NEWEST))]
+    with pytest.raises(GivenUp, match="did not finish"):
         await request.task
+    with pytest.raises(Unavailable, match="send it again"):
+        await other.task
     with pytest.raises(Unavailable, match="another sampler"):
         async with snapshots.use(OLD):
             pytest.fail("they are not sound")
     assert len(engine.swaps) == 1, "the base weights do not come into an engine that is still changed"
-    change.cancel()
-    await asyncio.gather(change, return_exceptions=True)
+    for change in changes:
+        change.cancel()
+    await asyncio.gather(*changes, return_exceptions=True)
 
 
 async def test_the_base_weights_do_not_come_while_one_of_those_that_are_to_end_still_runs(
