@@ -374,7 +374,8 @@ class Engine:
             source: as of `check_weights`, which they passed; None = the base model's own files.
 
         Raises:
-            Unfinished: workers may be at it for as long as they live; the engine makes no step any more.
+            Unfinished: workers may be at it for as long as they live, also where it began on some of several
+                alone; the engine makes no step any more.
         """
         await self._weights.swap(weights, source, seconds)
 

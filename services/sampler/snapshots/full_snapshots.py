@@ -52,8 +52,8 @@ class GivenUp(DeadlineExceeded):
 
     def __init__(self, weights: Weights, error: Unfinished) -> None:
         super().__init__(
-            f"{_named(weights)} did not come into the engine in time, and the sampler restarts: "
-            f"{error.message}; see whether its storage answers, and send the request again"
+            f"{_named(weights)} could not be put into the engine, which is lost, and the sampler restarts: "
+            f"{error.message}; send the request again"
         )
 
 

@@ -45,7 +45,7 @@ class Reports:
     """
 
     def __init__(self, workers: int) -> None:
-        self._workers = workers
+        self.workers = workers
         self._ranks: set[int] = set()
         self._connected = asyncio.Event()
         self._awaited: dict[str, _Awaited] = {}
@@ -70,7 +70,7 @@ class Reports:
                 async with asyncio.timeout(seconds):
                     await self._connected.wait()
             except TimeoutError as error:
-                missing = sorted(set(range(self._workers)) - self._ranks)
+                missing = sorted(set(range(self.workers)) - self._ranks)
                 raise DeadlineExceeded(f"the workers {missing} did not connect in {seconds:.0f} s") from error
             finally:
                 server.close()
@@ -88,12 +88,12 @@ class Reports:
         awaited = self._awaited[job] = _Awaited()
 
         async def reported() -> list[Outcome]:
-            while len(awaited.outcomes) < self._workers:
+            while len(awaited.outcomes) < self.workers:
                 if self.broken:
                     raise Unavailable(ENDED)
                 awaited.changed.clear()
                 await awaited.changed.wait()
-            return [awaited.outcomes[rank] for rank in range(self._workers)]
+            return [awaited.outcomes[rank] for rank in range(self.workers)]
 
         try:
             yield reported
@@ -114,7 +114,7 @@ class Reports:
             first = await self._next(reader)
             if first is not None:
                 self._ranks.add(first.rank)
-                if self._ranks >= set(range(self._workers)):
+                if self._ranks >= set(range(self.workers)):
                     self._connected.set()
             while (report := await self._next(reader)) is not None:
                 # What nobody waits for any more was forgotten.
@@ -132,8 +132,8 @@ class Reports:
         if not line.endswith(b"\n"):
             return None
         report = msgspec.json.decode(line, type=Report)
-        if not 0 <= report.rank < self._workers:
-            raise Internal(f"a worker says that it is of rank {report.rank}, of {self._workers}")
+        if not 0 <= report.rank < self.workers:
+            raise Internal(f"a worker says that it is of rank {report.rank}, of {self.workers}")
         return report
 
     def _break(self) -> None:

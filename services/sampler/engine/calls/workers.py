@@ -35,6 +35,11 @@ class Unfinished(DeadlineExceeded):
     """Workers were given up, and may still be at what they were told, or come to it."""
 
 
+class NotStarted(Internal):
+    """A job did not start on one of several workers: vLLM tells of the first that fails, and others may be at
+    it."""
+
+
 class Workers:
     """All workers of one engine.
 
@@ -86,6 +91,7 @@ class Workers:
             The results of all workers together.
 
         Raises:
+            NotStarted: it did not start on one of several workers.
             TinsmithError: as `call`, or what the job failed with on a worker.
         """
         job = f"{method}-{next(self._numbers)}"
@@ -93,7 +99,7 @@ class Workers:
         try:
             async with asyncio.timeout(seconds + self._seconds):
                 with self._reports.expected(job) as reported:
-                    await self.call(method, job, *arguments)
+                    await self._start(method, job, *arguments)
                     _raise_first(await reported())
                 outcomes = await self.call("tinsmith_finish", job)
                 finished = True
@@ -104,6 +110,14 @@ class Workers:
             if not finished:
                 self._owe("tinsmith_forget", [job])
         return sum(outcome[1] for outcome in outcomes)
+
+    async def _start(self, method: str, job: str, *arguments: Any) -> None:
+        try:
+            await self.call(method, job, *arguments)
+        except Internal as error:
+            if self._reports.workers == 1:
+                raise
+            raise NotStarted(error.message) from error
 
     async def free(self, method: str, names: list[Any]) -> None:
         """Calls a method that frees what it is given the names of, and does no more when it is called twice.

@@ -16,7 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.common.contract.errors import DeadlineExceeded, Internal, Unavailable
 from services.sampler.engine.calls.reports import ENDED
-from services.sampler.engine.calls.workers import CALL_S, Unfinished, Workers
+from services.sampler.engine.calls.workers import CALL_S, NotStarted, Unfinished, Workers
 from services.sampler.engine.runs import Runs
 from services.sampler.engine.shifts.full_core import UPDATE
 from services.sampler.engine.snapshot_key import SnapshotKey, Weights
@@ -55,25 +55,31 @@ class ModelWeights:
     async def check(self, source: int | str, seconds: float) -> None:
         """As Engine.check_weights."""
         async with self._stopped("keep", seconds):
-            await self._calls.run("tinsmith_check", (source,), seconds)
+            await self._run("tinsmith_check", source, seconds)
 
     async def swap(self, weights: Weights, source: int | str | None, seconds: float) -> None:
         """As Engine.swap_weights."""
         # A request that was given up a moment ago may still be in a step: the pause waits for it.
         async with self._stopped("wait", seconds):
-            await self._calls.run("tinsmith_swap", (source,), seconds)
+            await self._run("tinsmith_swap", source, seconds)
             self.present = weights
 
     async def update(self, weights: SnapshotKey, source: int | str | None, seconds: float) -> None:
         """As Engine.update_weights."""
         await self._pause("keep", seconds)
-        await self._calls.run("tinsmith_swap", (source,), seconds)
+        await self._run("tinsmith_swap", source, seconds)
         former, self.present = self.present, weights
         self._runs.take(weights.version)
         # No other task runs before this is sent, as none does from a request's name to its way to the core:
         # what entered before has the old name there, and gets the new one; what enters later has it.
         await self._tell(str(former), str(weights), weights.version)
         await self._resume()
+
+    async def _run(self, method: str, source: int | str | None, seconds: float) -> None:
+        try:
+            await self._calls.run(method, (source,), seconds)
+        except NotStarted as error:
+            raise Unfinished(error.message) from error
 
     @contextlib.asynccontextmanager
     async def _stopped(self, mode: Literal["keep", "wait"], seconds: float) -> AsyncIterator[None]:

@@ -10,7 +10,7 @@ import pytest
 
 from services.common.contract.errors import Internal, Unavailable
 from services.common.process.tasks import cancel_all
-from services.sampler.engine.calls.workers import Unfinished
+from services.sampler.engine.calls.workers import NotStarted, Unfinished
 from services.sampler.engine.runs import Runs
 from services.sampler.engine.shifts import full_front
 from services.sampler.engine.shifts.full_core import UPDATE
@@ -131,11 +131,16 @@ async def test_weights_that_are_refused_or_not_swapped_keep_the_engine_from_noth
     assert (engine.weights.present, engine.weights.at_rest) == (OLD, False)
 
 
+@pytest.mark.parametrize(
+    "failure",
+    [Unfinished("it did not finish in 5 s"), NotStarted("can't start new thread")],
+    ids=["not finished", "not started on one of several"],
+)
 @pytest.mark.parametrize("what", ["check", "swap", "update"])
 async def test_an_engine_whose_workers_may_still_be_at_its_weights_does_not_go_on(
-    engine: Engine, what: str
+    engine: Engine, what: str, failure: Exception
 ) -> None:
-    engine.failure = Unfinished("it did not finish in 5 s")
+    engine.failure = failure
     arguments: tuple[Any, ...] = ("/new", 5) if what == "check" else (NEW, "/new", 5)
     with pytest.raises(Unfinished):
         await getattr(engine.weights, what)(*arguments)

@@ -12,7 +12,7 @@ import pytest
 from services.common.contract.errors import DataLoss, Internal, Unavailable
 from services.sampler.engine.calls import workers as module
 from services.sampler.engine.calls.reports import Reports
-from services.sampler.engine.calls.workers import Unfinished, Workers
+from services.sampler.engine.calls.workers import NotStarted, Unfinished, Workers
 from services.sampler.worker.jobs import Outcome, Reporter
 
 
@@ -122,6 +122,27 @@ async def test_a_job_that_fails_on_one_worker_takes_effect_on_none(world: World,
     await asyncio.sleep(0.01)
     assert world.calls[-1] == "tinsmith_forget"
     assert "tinsmith_finish" not in world.calls
+
+
+async def test_a_job_that_does_not_start_on_one_of_several_workers_may_go_on_on_others_and_is_forgotten(
+    world: World, workers: Workers
+) -> None:
+    world.failure = Exception("can't start new thread")
+    with pytest.raises(NotStarted, match="can't start new thread"):
+        await workers.run("tinsmith_check", (), 5)
+    world.failure = None
+    await world.until_called("tinsmith_forget")
+
+
+async def test_a_job_that_does_not_start_on_the_only_worker_runs_nowhere() -> None:
+    async def fails(*_: Any, **__: Any) -> list[Any]:
+        raise RuntimeError("can't start new thread")
+
+    workers = Workers(fails, lambda: False, Reports(1), seconds=0.2)
+    with pytest.raises(Internal, match="can't start new thread") as error:
+        await workers.run("tinsmith_check", (), 5)
+    assert not isinstance(error.value, NotStarted)
+    await workers.close()
 
 
 @pytest.mark.parametrize("end", ["cancelled", "late"])
