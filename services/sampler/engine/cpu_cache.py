@@ -7,6 +7,7 @@ weights, the trainer and its copy of them, and Redis want the rest.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 GIB = 1 << 30
@@ -53,7 +54,15 @@ def choose(
         least = context if wanted_context else min(context, _PAGE_TOKENS)
         needed = (-(-least // _BLOCK_TOKENS) + 1) * _BLOCK_TOKENS * token_bytes
         raise ValueError(
-            f"keys and values of {least} tokens take {needed / GIB:.2g} GiB, and {kv_bytes / GIB:.2g} GiB "
-            f"are set aside for them: {lower}raise --kv-cache-gib"
+            f"keys and values of {least} tokens take {_gib(needed, up=True)} GiB, and "
+            f"{_gib(kv_bytes, up=False)} GiB are set aside for them: {lower}raise --kv-cache-gib"
         )
     return CpuCache(kv_bytes, fits // _PAGE_TOKENS * _PAGE_TOKENS)
+
+
+def _gib(size: int, *, up: bool) -> str:
+    """Bytes in GiB, to three digits or more. Of two sizes the larger one, rounded up, is also the larger one
+    in print, and enough to give."""
+    places = max(0, 2 - math.floor(math.log10(size / GIB)))
+    units = size * 10**places
+    return f"{(-(-units // GIB) if up else units // GIB) / 10**places:.{places}f}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from services.sampler.engine.cpu_cache import GIB, CpuCache, choose
@@ -45,6 +47,25 @@ def test_a_context_that_does_not_fit_is_refused_with_one_that_does() -> None:
     choose(**QWEN, wanted_context=18560, given_bytes=0, memory=16 * GIB)
     with pytest.raises(ValueError, match="lower --max-context to 18560, or raise"):
         choose(**QWEN, wanted_context=18561, given_bytes=0, memory=16 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "given", "said"),
+    [
+        (18561, 4 * GIB, "of 18561 tokens take 4.02 GiB, and 4.00 GiB are set"),
+        (40960, 4 * GIB, "of 40960 tokens take 8.78 GiB, and 4.00 GiB are set"),
+        (40960, 2**20, "of 40960 tokens take 8.78 GiB, and 0.000976 GiB are set"),
+        (10**6, 213 * GIB + 1, "of 1000000 tokens take 214 GiB, and 213 GiB are set"),
+        (10**8, 213 * GIB, "of 100000000 tokens take 21363 GiB, and 213 GiB are set"),
+    ],
+)
+def test_a_refusal_says_what_is_there_and_more_that_would_do(wanted: int, given: int, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)) as refused:
+        choose(**QWEN, wanted_context=wanted, given_bytes=given, memory=16 * GIB)
+    told = re.search(r"take (\S+) GiB", str(refused.value))
+    assert told is not None
+    enough = int(float(told[1]) * GIB)
+    assert choose(**QWEN, wanted_context=wanted, given_bytes=enough, memory=GIB).context == wanted
 
 
 def test_memory_that_holds_hardly_any_token_is_refused() -> None:
