@@ -30,8 +30,7 @@ from services.common.process.process import machine_memory
 from services.sampler.config import GIB, SamplerConfig, device_environment
 from services.sampler.engine import cpu_cache
 from services.sampler.engine.calls import asked
-from services.sampler.engine.cpu_cache import CpuCache
-from services.sampler.worker import text_models
+from services.sampler.worker import head_slots, text_models
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +90,8 @@ def checked_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
     """
     check_text(config)
     check_attention(config, device)
+    if device == "cuda" and adapts(config, device):
+        head_slots.check(config, _text_config(config).vocab_size)
     text_models.register()
     with refusals(config):
         arguments = engine_args(config, device)
@@ -145,9 +146,8 @@ def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
         overrides["head_dtype"] = "float32"
     if overrides:
         arguments["hf_overrides"] = overrides
-    if config.speculative_ngram_tokens:
-        drafts = {"method": "ngram", "num_speculative_tokens": config.speculative_ngram_tokens}
-        arguments["speculative_config"] = drafts
+    if drafts := config.speculative_ngram_tokens:
+        arguments["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts}
     if config.max_sequences:
         arguments["max_num_seqs"] = config.max_sequences
     elif on_cpu:
@@ -354,7 +354,7 @@ def _is_quantised(config: SamplerConfig) -> bool:
     return any(getattr(model, name, None) for name in ("quantization_config", "compression_config"))
 
 
-def _cpu_cache(config: SamplerConfig) -> CpuCache:
+def _cpu_cache(config: SamplerConfig) -> cpu_cache.CpuCache:
     """Keys and values of one worker on CPU, where vLLM does not measure what there is room for."""
     model = _text_config(config)
     cache = cpu_cache.choose(

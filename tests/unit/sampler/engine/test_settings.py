@@ -229,6 +229,18 @@ def test_adapters_of_a_model_with_routed_experts_take_a_gpu(
     assert not adapts(replace(config, max_loras=0), "cuda")
 
 
+@pytest.mark.parametrize(("rank", "most"), [(256, 32), (128, 64), (8, 1024)])
+def test_a_gpu_has_no_more_adapters_than_its_kernel_reaches_in_the_output_head(
+    tmp_path: Path, rank: int, most: int
+) -> None:
+    config = config_of(tmp_path, "qwen3", vocab_size=262_144, architectures=["Qwen3ForCausalLM"])
+    many = replace(config, max_lora_rank=rank, max_loras=most + 1, kv_cache_gib=1, max_context=256)
+    with pytest.raises(InvalidRequest, match=f"--max-loras is {most + 1}, .* reaches {most} in .* 262144"):
+        checked_args(many, "cuda")
+    assert checked_args(replace(many, max_loras=most), "cuda").max_loras == most
+    assert checked_args(many, "cpu").max_loras == most + 1
+
+
 def test_adapters_of_quantised_files_take_a_gpu(tmp_path: Path) -> None:
     config = config_of(tmp_path, "qwen3", quantization_config={"quant_method": "compressed-tensors"})
     assert adapts(config, "cuda") and not adapts(config, "cpu")
