@@ -1,8 +1,9 @@
 """What a sampler takes for granted of vLLM's code for GPUs, which nothing here can run.
 
-It replaces some of vLLM's functions, calls others, and reads what vLLM's objects have. Here all of that is
-held against vLLM's sources, which are the same in its builds for CPUs and GPUs: a version that is written
-otherwise fails here, and not on the first GPU.
+It replaces some of vLLM's functions, calls others, and reads what vLLM's objects have. The names of what is
+listed here, and the arguments of the calls, are held against vLLM's sources, which are the same in its builds
+for CPUs and GPUs: a version in which these are written otherwise fails here, and not on the first GPU. What
+vLLM does with them is not seen, nor what nobody has listed.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ REPLACED = [
         *("vllm.lora.worker_manager", "self._adapter_manager.activate_adapter"),
         *("worker.adapters.slots", "WorkerSlots.activate"),
     ),
+    ("vllm.lora.utils", "ret.create_lora_weights", "worker.adapters.heads", "correct.created"),
     (f"{RELOAD}.layerwise", "_layerwise_process", "worker.full_weights", "_nothing_processed.forget"),
     (RUNNER_V2, "self.sample", "worker.v2.drafts", "install.with_adapters"),
     (RUNNER_V2, "self.rejection_sampler", "worker.v2.drafts", "DraftCheck.__call__"),
@@ -200,6 +202,11 @@ ASKED = [
         ],
     ),
     ([("vllm.lora.worker_manager", "WorkerLoRAManager")], ["_adapter_manager", "lora_config"]),
+    (
+        [("vllm.lora.layers.logits_processor", "LogitsProcessorWithLoRA")],
+        ["base_layer", "create_lora_weights", "lora_b_stacked"],
+    ),
+    ([("vllm.model_executor.layers.logits_processor", "LogitsProcessor")], ["vocab_size"]),
     ([("vllm.lora.layers.base_linear", "BaseLinearLayerWithLoRA")], ["lora_a_stacked", "lora_b_stacked"]),
     (
         [("vllm.lora.layers.fused_moe", "FusedMoEWithLoRA")],
