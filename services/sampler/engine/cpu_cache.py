@@ -1,8 +1,12 @@
 """How much memory a sampler on CPU gives to keys and values: a pure function of the model and the machine.
 
-Invariant: what is chosen holds at least one sequence of the context that is served, and is no more than a
-quarter of its part of the machine's memory, or 1 GiB if that is more, unless the operator says so: the
-weights, the trainer and its copy of them, and Redis want the rest.
+Invariant: what is chosen holds at least one sequence of the context that is served, where all layers keep all
+of it, and is no more than a quarter of its part of the machine's memory, or 1 GiB if that is more, unless the
+operator says so: the weights, the trainer and its copy of them, and Redis want the rest.
+
+Layers with a window or a recurrent state are counted as if they kept every token. vLLM has blocks of their
+own for these, by groups of layers, and so needs less for long contexts, and a little more for those of about
+a window and a step: what is chosen just so for such a one it refuses itself.
 """
 
 from __future__ import annotations
@@ -40,7 +44,8 @@ def choose(
             equal part.
 
     Raises:
-        ValueError: a context was asked for that does not fit, or none does; says what to change.
+        ValueError: a context was asked for that does not fit, or none does; says what to change. Of a model
+            with windows or recurrent layers vLLM may refuse what this takes, by a few blocks.
     """
     context = wanted_context or model_context
     # Room for two whole contexts, and for a prefix cache worth the name on tiny models.
