@@ -54,20 +54,23 @@ class Pool:
         """
         doing = _Doing(work)
         begun = self._threads.submit(doing, *args)
-        running = asyncio.wrap_future(begun)
+        running, handed = asyncio.wrap_future(begun), False
         try:
             async with asyncio.timeout(self._deadline):
                 if self._standstill is not None:
                     await self._while_it_goes_on(running, doing, self._standstill)
-                return await running
+                found = await running
+            handed = True
+            return found
         except TimeoutError as error:
             if running.done() and not running.cancelled():
+                handed = True
                 return running.result()
             raise Unavailable(f"no {self._name} within {self._deadline:g} s; try again later") from error
         finally:
             # What waits for a thread never runs. Also who is cancelled here does not wait any more.
             running.cancel()
-            if late is not None and running.cancelled():
+            if late is not None and not handed:
                 begun.add_done_callback(lambda ended: self._threads.submit(_hand_over, late, ended))
 
     async def _while_it_goes_on(self, running: asyncio.Future[T], doing: _Doing[T], most: float) -> None:

@@ -37,7 +37,7 @@ from tinsmith.internal.v1 import operation_pb2
 
 log = logging.getLogger(__name__)
 
-_REDIS = "Redis"
+_REDIS, _WRITES = "Redis", "writes to Redis"
 _UNRENEWED_S = 3 * TTL_S
 _SWEEP_S = 2.0
 _SWEEP_DEADLINE_S = 60.0
@@ -205,7 +205,7 @@ class Dispatcher:
             except (RedisError, OSError) as error:
                 self._pause(model_id, error)
                 return
-            self._paused.over(model_id)
+            self._paused.over(_WRITES)
             if not isinstance(lease, Lease):
                 if lease is not None:
                     self._held_elsewhere[model_id] = asyncio.get_running_loop().time() + lease
@@ -235,6 +235,7 @@ class Dispatcher:
         try:
             await failpoints.reach("gateway.lease_taken")
             await runner.run()
+            self._paused.over(lease.model_id)
         except (RedisError, OSError) as error:
             self._pause(lease.model_id, error)
             return False
@@ -245,9 +246,14 @@ class Dispatcher:
         return runner.woken and not lost
 
     def _pause(self, model_id: str, error: RedisError | OSError) -> None:
-        # An outage of Redis is one of all models; what it answers with is one model's.
-        away = isinstance(error, redis.exceptions.ConnectionError | redis.exceptions.TimeoutError | OSError)
-        self._paused.failed(_REDIS if away else model_id, error)
+        # An outage of Redis is one of all models, and so is one that takes no writes; what else it answers
+        # with is one model's.
+        name = model_id
+        if isinstance(error, redis.exceptions.ConnectionError | redis.exceptions.TimeoutError | OSError):
+            name = _REDIS
+        elif isinstance(error, redis.exceptions.ReadOnlyError) or str(error).startswith("MISCONF"):
+            name = _WRITES
+        self._paused.failed(name, error)
 
     async def _session_finished(self, model_id: str) -> bool:
         try:

@@ -144,6 +144,9 @@ def leaves_others_waiting(command: Command, error: Exception) -> bool:
     """Whether a rank on which a command breaks off may leave others in a collective that it never comes to.
     What all of them refuse alike is found before there is any."""
     refused = isinstance(error, TinsmithError) and not isinstance(command, RunPass)
+    if isinstance(command, CreateModel):
+        # With a state that ranks read together.
+        return isinstance(command.saved, ShardedState) and not refused
     return isinstance(command, MoveAdapter | RunPass | OptimSteps | LoadState | ReadState) and not refused
 
 

@@ -52,25 +52,29 @@ def step_pieces(config: FullModelConfig, sizes: Sizes) -> list[int]:
     Gradients that are kept in float32 beside bfloat16 weights are flat already; others are made flat, one
     tensor of masters after the other. Stage 1 reduces them first, into a copy of what a rank has a part of.
     An offloaded optimizer has them on the host, and under stage 1 and 2 they come back to the device whole.
+    The norm of each weight's gradient is taken of a float64 copy: mostly before any is made flat, and under
+    stage 3 of what was brought from the host. Of the optimizer's blocks two are there at once.
     """
     flat = max(sizes.parts)
     block = min(flat, STEP_BLOCK)
+    norm = 2 * min(sizes.largest, flat)
     if config.stage == 3:
-        pieces = [sizes.largest if config.offload else flat]
+        pieces = [norm + norm // 2 if config.offload else max(flat, norm)]
     elif config.dtype == torch.bfloat16:
-        pieces = []
+        pieces = [norm]
     elif config.stage == 1 or config.offload:
-        pieces = [sizes.touched, _reduced(sizes)]
+        pieces = [sizes.touched, max(flat, norm, _reduced(sizes))]
     else:
-        pieces = [flat]
-    return [*(_FLOAT * elements for elements in (*pieces, block)), _SMALL]
+        pieces = [flat, norm]
+    return [*(_FLOAT * elements for elements in (*pieces, block, block)), _SMALL]
 
 
 def load_pieces(config: FullModelConfig, sizes: Sizes, has_gradient: bool) -> list[int]:
     """The same of a load. Pure.
 
     A gradient that is there goes by a pass of one token, which adds to it, and for which ZeRO-3 gathers up to
-    `_LIVE` weights. On a CPU gloo gathers what computes by a copy of it.
+    `_LIVE` weights. On a CPU gloo gathers what computes by a copy of it, and what is read of the files, which
+    is not counted, lies in the same memory.
     """
     item = config.dtype.itemsize
     pieces = [_FLOAT * sizes.largest]

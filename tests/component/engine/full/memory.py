@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.autograd.profiler import profile
 
 from services.common.process import failpoints
+from services.trainer.compute import optimizer
 from services.trainer.compute.data import ModelState
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.full import config, memory, model
@@ -63,6 +64,7 @@ def scenario(engine: Engine) -> Report:
     lack_memory(engine, player, report)
     # So that what is large in a model is large here, and a rank's part is of several blocks.
     config.BUCKET = memory.BUCKET = 1 << 12
+    optimizer.STEP_BLOCK = memory.STEP_BLOCK = 1 << 14
     # Beside what is small on a device, a CPU has scratch of 256 KiB for norms.
     memory._SMALL = (1 << 18) + (1 << 16)
     for kind in KINDS:

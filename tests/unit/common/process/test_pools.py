@@ -75,6 +75,19 @@ async def test_what_comes_too_late_is_handed_over() -> None:
     assert await asyncio.to_thread(handed.wait, 30)
 
 
+async def test_what_comes_just_as_its_caller_is_cancelled_is_handed_over() -> None:
+    made, handed = threading.Event(), threading.Event()
+    waits = asyncio.create_task(Pool("nap", 1, 60.0, 60.0).run(made.set, late=lambda _: handed.set()))
+    await asyncio.sleep(0)
+    # The loop hears of both in one turn.
+    assert made.wait(30)
+    time.sleep(0.05)  # noqa: ASYNC251
+    waits.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waits
+    assert await asyncio.to_thread(handed.wait, 30)
+
+
 async def test_what_comes_in_time_is_its_callers_alone() -> None:
     handed: list[int] = []
     pool = Pool("nap", 1, 60.0, 60.0)

@@ -10,12 +10,13 @@ import pytest
 
 from services.common.contract.errors import ModelNotResident
 from services.common.process.threads import WorkerThread
-from services.trainer.compute.data import AdamSpec, ModelState, Pass
+from services.trainer.compute.data import AdamSpec, ModelState, Pass, ShardedState
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.lora.snapshot import NoSnapshot
 from services.trainer.world.channel import Channel, WorldFailure
 from services.trainer.world.commands import (
     Command,
+    CreateModel,
     DropModel,
     LoadState,
     ModelStep,
@@ -98,9 +99,11 @@ async def test_a_rank_that_cannot_gather_ends_and_asks_nobody_first(thread: Work
         OptimSteps([]),
         LoadState("m", 1, ModelState(None, {}, {}, 0), optimizer=True),
         ReadState("m", optimizer=True),
+        CreateModel("m", 1, None, ShardedState("files", 1), optimizer=True),
     ],
 )
 def test_commands_with_collectives_leave_others_waiting_unless_all_refuse_them(command: Command) -> None:
     assert leaves_others_waiting(command, MemoryError())
     assert leaves_others_waiting(command, ModelNotResident("m")) == isinstance(command, RunPass)
     assert not leaves_others_waiting(DropModel("m"), MemoryError())
+    assert not leaves_others_waiting(CreateModel("m", 1, None), MemoryError())

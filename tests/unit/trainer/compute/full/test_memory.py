@@ -37,14 +37,14 @@ def sizes(ranks: int) -> Sizes:
 @pytest.mark.parametrize(
     ("stage", "dtype", "ranks", "most_gib"),
     [
-        # Gradients are flat already.
-        (0, torch.bfloat16, 1, 0.1),
-        (2, torch.bfloat16, 8, 0.1),
+        # Gradients are flat already, and a norm is taken of the largest.
+        (0, torch.bfloat16, 1, 4.6),
+        (2, torch.bfloat16, 8, 4.6),
         # They are made flat.
-        (3, torch.bfloat16, 8, 4.0),
-        (2, torch.float32, 8, 4.0),
+        (3, torch.bfloat16, 8, 4.6),
+        (2, torch.float32, 8, 8.4),
         # They are reduced first.
-        (1, torch.float32, 8, 9.0),
+        (1, torch.float32, 8, 10.6),
     ],
 )
 def test_a_step_is_not_kept_from_beginning_by_memory_that_it_does_not_take(
@@ -55,8 +55,8 @@ def test_a_step_is_not_kept_from_beginning_by_memory_that_it_does_not_take(
 
 
 def test_of_a_sharded_model_one_tensor_of_masters_is_made_flat_after_the_other() -> None:
-    several = sizes(8)._replace(parts=(1_000_000_000, 500_000))
-    assert sum(step_pieces(config(3, torch.float32), several)) < 4_000_000_000 + 32 * MIB
+    several = sizes(8)._replace(parts=(1_000_000_000, 500_000), largest=100_000_000)
+    assert sum(step_pieces(config(3, torch.float32), several)) < 4_000_000_000 + 48 * MIB
 
 
 def test_a_load_takes_more_where_a_gradient_has_to_go() -> None:
