@@ -236,8 +236,7 @@ def test_samplers_on_the_cpu_share_what_there_is_for_keys_and_values(tmp_path: P
 def test_one_gpu_is_shared_in_stated_parts(tmp_path: Path) -> None:
     one = {"models": (plan.Model("a/b", "x"),), "device": "cuda", "gpus": ("0",)}
     gateway, trainer, sampler = plan.processes(options(tmp_path, **one), [1], launch)
-    assert gateway.computes == ""
-    assert trainer.computes == "GPU 0 (shared), 55% of its memory"
+    assert (gateway.computes, trainer.computes) == ("", "GPU 0 (shared), 55% of its memory")
     assert sampler.computes == "GPU 0 (shared), 40% of its memory"
     _, trainer, sampler = plan.processes(options(tmp_path, **one, sampler_memory=0.55), [1], launch)
     assert dict(itertools.pairwise(sampler.argv))["--gpu-memory-utilization"] == "0.55"
@@ -247,13 +246,12 @@ def test_one_gpu_is_shared_in_stated_parts(tmp_path: Path) -> None:
     (sentence,) = mistakes(options(tmp_path, **one, kv_cache_gib=4.0))
     assert sentence.startswith("--kv-cache-gib 4 on a GPU that a trainer shares")
     assert sentence.endswith("give --sampler-memory instead")
-    both = {"kv_cache_gib": 4.0, "sampler_memory": 0.4}
-    (sentence,) = mistakes(options(tmp_path, **one, **both))
+    (sentence,) = mistakes(options(tmp_path, **one, kv_cache_gib=4.0, sampler_memory=0.4))
     assert sentence.endswith("and a trainer has the rest of its GPU: leave --kv-cache-gib out")
-    (sentence,) = mistakes(options(tmp_path, **{**one, "gpus": ("0", "1")}, **both))
-    assert sentence.endswith("whatever --sampler-memory 0.4 says: leave one of them out")
+    (said,) = mistakes(options(tmp_path, **one | {"gpus": ("0", "1")}, kv_cache_gib=4.0, sampler_memory=0.4))
+    assert said.endswith("whatever --sampler-memory 0.4 says: leave one of them out")
     many = {"models": tuple(plan.Model(f"a/{name}", "x") for name in range(20)), "samplers": 0}
-    (sentence,) = mistakes(options(tmp_path, **{**one, **many}))
+    (sentence,) = mistakes(options(tmp_path, **one | many))
     assert sentence.endswith("give fewer --model, or more GPUs")
 
 
