@@ -9,12 +9,11 @@ count bit for bit. Norms are of the whole adapter, and the same number on every 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from services.trainer.compute.data import AdamSpec
 from services.trainer.compute.lora.parts import everyones
@@ -28,6 +27,10 @@ _DEVICE_BLOCK = 2**20
 
 STEP_BLOCK = 2**22
 """Elements of a full model that step at once, whose values before are kept to measure the change."""
+
+HOST_BLOCK = 2**17
+"""Elements that a CPU steps at once: they stay in a core's cache, so that to measure the change takes no
+sweep over memory of its own."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -103,33 +106,14 @@ class MeasuredAdamW(torch.optim.AdamW):
                 if flat.grad is not None:
                     self._step_blocks(flat, flat.grad, group)
 
-    def _step_blocks(self, flat: Tensor, whole: Tensor, group: dict[str, Any]) -> None:
+    def _step_blocks(self, flat: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[flat]
-        together = (flat, whole, state["exp_avg"], state["exp_avg_sq"])
-        blocks = zip(*(values.split(STEP_BLOCK) for values in together), strict=True)
         beta1, beta2 = group["betas"]
-        for block, gradient, first, second in blocks:
-            change = block.clone()
-            adamw(
-                [block],
-                [gradient],
-                [first],
-                [second],
-                [],
-                # Counted up by every call.
-                [state["step"].clone()],
-                fused=True,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
-            (squares,) = _square_sums([change.sub_(block)])
-            self.change = squares + self.change
+        adam = AdamSpec(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
+        step = _Step(flat, gradient, state["exp_avg"], state["exp_avg_sq"])
+        scratch = flat.new_empty(min(STEP_BLOCK, scratch_elements(flat)))
         state["step"] += 1
+        self.change = _step_by_blocks(step, state["step"], adam, scratch) + self.change
 
 
 class Due(NamedTuple):
@@ -162,15 +146,10 @@ def step_together(
         step = due[number]
         if step.adam.grad_clip_norm > 0:
             step.gradient.mul_(min(1.0, step.adam.grad_clip_norm / (norms[number] + 1e-6)))
-    flats = [due[number].optimizer.flat for number in finite]
-    before = [buffers.take(flat.numel(), flat.device).copy_(flat) for flat in flats]
-    for group in _alike([due[number] for number in finite]):
-        _apply(group)
-    if flats:
-        torch._foreach_sub_(before, flats)
-    changes = dict(zip(finite, _norms(before, ranks), strict=True))
-    for scratch in before:
-        buffers.give(scratch)
+    squares: dict[int, Tensor] = {}
+    for group in _alike(due, finite):
+        squares |= zip(group, _apply([due[number] for number in group], buffers), strict=True)
+    changes = dict(zip(squares, _roots([*squares.values()], ranks), strict=True))
     return [
         {"grad_norm": norm, "learning_rate": step.adam.learning_rate, "update_norm": changes[number]}
         if number in changes
@@ -179,34 +158,80 @@ def step_together(
     ]
 
 
-def _alike(due: Sequence[Due]) -> Iterator[list[Due]]:
+def scratch_elements(flat: Tensor) -> int:
+    """Of the scratch that `step_together` takes for each that it steps."""
+    return min(flat.numel(), HOST_BLOCK) if flat.device.type == "cpu" else flat.numel()
+
+
+def _alike(due: Sequence[Due], numbers: Sequence[int]) -> Iterable[list[int]]:
     """Steps that one call may take: their settings are equal, but for the clipping, which is done."""
-    groups: dict[tuple[float, ...], list[Due]] = {}
-    for step in due:
-        adam = step.adam
+    groups: dict[tuple[float, ...], list[int]] = {}
+    for number in numbers:
+        adam = due[number].adam
         settings = (adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay)
-        groups.setdefault(settings, []).append(step)
-    yield from groups.values()
+        groups.setdefault(settings, []).append(number)
+    return groups.values()
+
+
+class _Step(NamedTuple):
+    """What AdamW changes, of equally many elements. Flat."""
+
+    masters: Tensor
+    gradient: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+def _apply(group: Sequence[Due], buffers: FlatBuffers) -> list[Tensor]:
+    """Steps of one setting; the sum of the squares of what each changed, float64 []."""
+    steps = []
+    for optimizer, gradient, _ in group:
+        optimizer.start()
+        moments = (optimizer.moments[name][: optimizer.flat.numel()] for name in MOMENTS)
+        steps.append(_Step(optimizer.flat, gradient, *moments))
+    device, adam = group[0].optimizer.flat.device, group[0].adam
+    taken = torch.tensor([each.optimizer.steps + 1.0 for each in group], device=device).unbind()
+    scratch = [buffers.take(scratch_elements(step.masters), device) for step in steps]
+    if device.type == "cpu":
+        each = zip(steps, taken, scratch, strict=True)
+        squares = [_step_by_blocks(step, count, adam, block) for step, count, block in each]
+    else:
+        squares = _step(steps, taken, adam, scratch)
+    for unused, (optimizer, _, _) in zip(scratch, group, strict=True):
+        buffers.give(unused)
+        optimizer.steps += 1
+    return squares
+
+
+def _step_by_blocks(step: _Step, taken: Tensor, adam: AdamSpec, scratch: Tensor) -> Tensor:
+    """`_step` of one, of as many elements after the other as the scratch has."""
+    blocks = zip(*(values.split(max(scratch.numel(), 1)) for values in step), strict=True)
+    squares = [_step([_Step(*block)], [taken], adam, [scratch[: block[0].numel()]])[0] for block in blocks]
+    return torch.stack(squares).sum()
 
 
 @torch.no_grad()
-def _apply(group: Sequence[Due]) -> None:
-    adam = group[0].adam
-    device = group[0].optimizer.flat.device
-    for optimizer, _, _ in group:
-        optimizer.start()
-    first, second = (
-        [step.optimizer.moments[name][: step.optimizer.flat.numel()] for step in group] for name in MOMENTS
-    )
-    # One sweep over the tensors: the step of a small model costs as much as its memory traffic.
-    adamw(
-        [step.optimizer.flat for step in group],
-        [step.gradient for step in group],
+def _step(
+    steps: Sequence[_Step], taken: Sequence[Tensor], adam: AdamSpec, scratch: list[Tensor]
+) -> list[Tensor]:
+    """One sweep of AdamW over the tensors: the step of a small model costs as much as its memory traffic.
+
+    Args:
+        taken: of each, how many steps it will have taken, float32 [].
+        scratch: of as many elements as each has.
+
+    Returns:
+        The sum of the squares of each one's changes, float64 [].
+    """
+    masters, gradients, first, second = (list(values) for values in zip(*steps, strict=True))
+    torch._foreach_copy_(scratch, masters)
+    torch._fused_adamw_(
+        masters,
+        gradients,
         first,
         second,
         [],
-        list(torch.tensor([float(step.optimizer.steps) for step in group], device=device).unbind()),
-        fused=True,
+        list(taken),
         amsgrad=False,
         beta1=adam.beta1,
         beta2=adam.beta2,
@@ -215,16 +240,21 @@ def _apply(group: Sequence[Due]) -> None:
         eps=adam.eps,
         maximize=False,
     )
-    for step in group:
-        step.optimizer.steps += 1
+    torch._foreach_sub_(scratch, masters)
+    return _square_sums(scratch)
 
 
 def _norms(tensors: Sequence[Tensor], ranks: int) -> list[float]:
     """L2 norms of flat tensors of one device, of which each rank has a part; the host waits once."""
-    if not tensors:
+    return _roots(_square_sums(tensors), ranks) if tensors else []
+
+
+def _roots(squares: list[Tensor], ranks: int) -> list[float]:
+    """L2 norms by the sums of squares, float64 [], of each rank's part; the host waits once."""
+    if not squares:
         return []
     # Not summed by the ranks' backend: its order would depend on how many tensors there are.
-    parts = everyones(torch.stack(_square_sums(tensors)), ranks).tolist()
+    parts = everyones(torch.stack(squares), ranks).tolist()
     return [math.sqrt(math.fsum(sums)) for sums in zip(*parts, strict=True)]
 
 

@@ -24,7 +24,7 @@ from services.trainer.compute.memory.failures import NoMemory
 from services.trainer.compute.memory.host import Away
 from services.trainer.compute.memory.room import taken_everywhere
 from services.trainer.compute.memory.transfer import copied
-from services.trainer.compute.optimizer import MOMENTS, AdapterOptimizer, Due
+from services.trainer.compute.optimizer import MOMENTS, AdapterOptimizer, Due, scratch_elements
 from services.trainer.order.microbatch import deal
 
 
@@ -184,7 +184,8 @@ class LoraTenant:
         had no rows, and its scratch, which goes to `aside`. Nothing else of the model changes."""
         self._fill()
         self._optimizer.start()
-        aside.give(self._buffers.take(self._optimizer.flat.numel(), self._optimizer.flat.device))
+        flat = self._optimizer.flat
+        aside.give(self._buffers.take(scratch_elements(flat), flat.device))
 
     def forget_moments(self) -> None:
         """Lets go of the moments of a first step that was not taken."""

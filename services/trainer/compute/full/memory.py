@@ -53,7 +53,7 @@ def step_pieces(config: FullModelConfig, sizes: Sizes) -> list[int]:
     tensor of masters after the other. Stage 1 reduces them first, into a copy of what a rank has a part of.
     An offloaded optimizer has them on the host, and under stage 1 and 2 they come back to the device whole.
     The norm of each weight's gradient is taken of a float64 copy: mostly before any is made flat, and under
-    stage 3 of what was brought from the host. Of the optimizer's blocks two are there at once.
+    stage 3 of what was brought from the host. What the optimizer measures its steps by is a block.
     """
     flat = max(sizes.parts)
     block = min(flat, STEP_BLOCK)
@@ -66,7 +66,7 @@ def step_pieces(config: FullModelConfig, sizes: Sizes) -> list[int]:
         pieces = [sizes.touched, max(flat, norm, _reduced(sizes))]
     else:
         pieces = [flat, norm]
-    return [*(_FLOAT * elements for elements in (*pieces, block, block)), _SMALL]
+    return [*(_FLOAT * elements for elements in (*pieces, block)), _SMALL]
 
 
 def load_pieces(config: FullModelConfig, sizes: Sizes, has_gradient: bool) -> list[int]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from services.trainer.compute.lora.adapter import HEAD, VALUE_HEAD, Adapter, layout_of, matrix
 from services.trainer.compute.lora.experts import adapted_experts
-from services.trainer.compute.lora.products import Cut, Groups, add_outer, add_product, product
+from services.trainer.compute.lora.products import Cut, Groups, add_outer, add_products, product
 from services.trainer.compute.memory.buffers import FlatBuffers
 from services.trainer.compute.memory.transfer import on_device
 
@@ -255,10 +255,7 @@ class _Adapted(torch.autograd.Function):
         ctx.stack, ctx.name, ctx.cut, ctx.left = stack, name, cut, scale
         # What the linear made is nobody's but ours, and a copy of it takes as long as what is computed here.
         ctx.mark_dirty(output)
-        if len(cut.groups) == 1:
-            add_product(made, low, b[0].T, scale)
-        else:
-            made.add_(product(low, b.transpose(1, 2), cut.groups), alpha=scale)
+        add_products(made, low, b.transpose(1, 2), cut.groups, scale)
         return output
 
     @staticmethod

@@ -133,6 +133,20 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0, 
         _add(total, left @ right, scale, fresh)
 
 
+def add_products(total: Tensor, x: Tensor, matrices: Tensor, groups: Groups, scale: float = 1.0) -> None:
+    """Adds scale times `product` to rows [rows, n], which may be of more precision."""
+    if len(groups) == 1:
+        add_product(total, x, matrices[0], scale)
+    elif total.dtype == x.dtype and _is_batched(groups, x, matrices):
+        _by_group(total, groups).baddbmm_(_by_group(x, groups), matrices, alpha=scale)
+    elif _is_loop(x, matrices):
+        # To add what another loop has made would be another sweep over all rows.
+        for part, rows, matrix in zip(total.split(groups.rows), x.split(groups.rows), matrices, strict=True):
+            add_product(part, rows, matrix, scale)
+    else:
+        total.add_(product(x, matrices, groups), alpha=scale)
+
+
 def add_outer(
     total: Tensor, left: Tensor, right: Tensor, groups: Groups, scale: float = 1.0, fresh: bool = False
 ) -> None:
@@ -143,6 +157,9 @@ def add_outer(
     elif total.dim() == 3 and total.dtype == left.dtype and _is_batched(groups, left, right):
         lefts, rights = _by_group(left, groups).transpose(1, 2), _by_group(right, groups)
         total.baddbmm_(lefts, rights, beta=0 if fresh else 1, alpha=scale)
+    elif total.dim() == 3 and _is_loop(left, right):
+        for matrix, part, other in zip(total, left.split(groups.rows), right.split(groups.rows), strict=True):
+            add_product(matrix, part.T, other, scale, fresh)
     else:
         _add(total, outer(left, right, groups).view_as(total), scale, fresh)
 
@@ -157,9 +174,13 @@ def _add(total: Tensor, made: Tensor, scale: float, fresh: bool) -> None:
 
 
 def _is_batched(groups: Groups, *operands: Tensor) -> bool:
-    """Whether one batched product does it: of groups of equally many rows, where no kernel takes any groups.
-    A CPU's grouped product is a loop over them."""
-    return bool(groups.each) and (operands[0].device.type == "cpu" or not is_grouped(*operands))
+    """Whether one batched product does it: of equally many rows each, where no kernel takes any groups."""
+    return bool(groups.each) and _is_loop(*operands)
+
+
+def _is_loop(*operands: Tensor) -> bool:
+    """Whether a grouped product is a loop over the groups, as a CPU's is."""
+    return operands[0].device.type == "cpu" or not is_grouped(*operands)
 
 
 def _by_group(rows: Tensor, groups: Groups) -> Tensor:

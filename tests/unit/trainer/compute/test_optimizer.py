@@ -113,7 +113,11 @@ def test_there_are_no_moments_before_the_first_step(flat: torch.Tensor) -> None:
     assert AdapterOptimizer(flat).export() == (0, {})
 
 
-def test_steps_of_several_adapters_are_bit_for_bit_those_of_each_alone() -> None:
+@pytest.mark.parametrize("block", [2**10, module.HOST_BLOCK])
+def test_steps_of_several_adapters_are_bit_for_bit_those_of_each_alone(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "HOST_BLOCK", block)
     generator = torch.Generator().manual_seed(3)
     sizes = [1000, 7, 40_001, 1000, 65_536, 1]
     # Some have equal settings, and one a gradient that is not finite.
@@ -146,10 +150,11 @@ def test_nothing_due_is_no_step() -> None:
     assert step_together([], FlatBuffers()) == []
 
 
+@pytest.mark.parametrize("size", ["STEP_BLOCK", "HOST_BLOCK"])
 def test_steps_in_blocks_equal_adamw_written_out_and_measure_the_change(
-    flat: torch.Tensor, gradients: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    flat: torch.Tensor, gradients: list[torch.Tensor], size: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "STEP_BLOCK", 300)
+    monkeypatch.setattr(module, size, 300)
     unclipped = [msgspec.structs.replace(adam, grad_clip_norm=0.0) for adam in STEPS]
     expected = by_hand(flat.clone(), gradients, unclipped)
     optimizer = MeasuredAdamW([flat])
