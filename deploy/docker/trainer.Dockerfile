@@ -1,4 +1,4 @@
-# A trainer world: the DeepSpeed launcher and its ranks, all in one container. It has no vllm.
+# A trainer world: one rank, or an agent and its ranks, all in one container. It has no vllm.
 #   docker build -f deploy/docker/trainer.Dockerfile -t tinsmith-trainer:0.1.0 .
 #   docker build -f deploy/docker/trainer.Dockerfile -t tinsmith-trainer:0.1.0-cuda --build-arg DEVICE=cuda .
 ARG BASE_IMAGE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
@@ -54,11 +54,10 @@ COPY --from=build /src/tinsmith tinsmith
 COPY services/__init__.py services/
 COPY services/common services/common
 COPY services/trainer services/trainer
-COPY deploy/docker/trainer_world.py trainer_world.py
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONPATH=/app \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
 USER 10001:10001
 EXPOSE 9000 9090
-ENTRYPOINT ["tini", "--", "python", "trainer_world.py"]
+ENTRYPOINT ["tini", "--", "python", "-m", "services.trainer.world.launch"]

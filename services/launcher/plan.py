@@ -25,8 +25,11 @@ _KV_SHARE = 25
 """Percent of a machine's memory that its samplers on the CPU take for keys and values at most, together;
 engine/cpu_cache.py of a sampler divides it."""
 
-TrainerCommand = Callable[[int, int, list[str], Sequence[str]], list[str]]
-"""(ranks, master port, arguments of services.trainer, GPUs) -> argv."""
+_TRAINER_GRACE_S = 90.0
+"""An agent kills ranks after 30 s, and may wait as long again for their end."""
+
+TrainerCommand = Callable[[int, list[str]], list[str]]
+"""(ranks, arguments of services.trainer) -> argv."""
 
 
 @dataclass(frozen=True)
@@ -200,19 +203,17 @@ def from_hub(options: Options) -> list[str]:
     return [model.source for model in options.models if not Path(model.source).is_absolute()]
 
 
-def processes(options: Options, master_ports: list[int], launch_trainer: TrainerCommand) -> list[Process]:
+def processes(options: Options, launch_trainer: TrainerCommand) -> list[Process]:
     """All processes but Redis.
 
     Args:
-        master_ports: a free port per model, for the rendezvous of its trainer's ranks.
         launch_trainer: services.trainer.world.launch.launch_command, or node_command of `nodes`.
     """
     trainers, samplers = _places(options)
     shares = trainer_shares(options)
     planned = [_gateway(options, index) for index in range(options.gateways)]
     for number, model in enumerate(options.models):
-        port = master_ports[number]
-        trainer = _trainer(options, number, model, port, trainers[number], shares[number], launch_trainer)
+        trainer = _trainer(options, number, model, trainers[number], shares[number], launch_trainer)
         planned.append(trainer)
         for replica in range(options.samplers):
             index = number * options.samplers + replica
@@ -283,7 +284,6 @@ def _trainer(
     options: Options,
     number: int,
     model: Model,
-    master_port: int,
     place: Place,
     share: float | None,
     launch: TrainerCommand,
@@ -305,12 +305,12 @@ def _trainer(
         *_identity(options, "trainer"),
         *_store(options),
     ]
-    argv = launch(options.trainer_ranks, master_port, arguments, place.gpus)
-    # The launcher stops its ranks one after the other.
-    grace = 60.0 + 30.0 * options.trainer_ranks
+    argv = launch(options.trainer_ranks, arguments)
     announced = ("trainer", name)
     computes = _on(place) if share is None else f"{_on(place)}, {share:.0%} of its memory"
-    return Process(name, tuple(argv), _environment(place), 1, grace, announced, place.cores, computes)
+    return Process(
+        name, tuple(argv), _environment(place), 1, _TRAINER_GRACE_S, announced, place.cores, computes
+    )
 
 
 def _sampler(options: Options, index: int, model: Model, place: Place) -> Process:

@@ -104,8 +104,7 @@ def show(options: plan.Options) -> str:
     """What a cluster is made of, where it computes, and what may not fit there, a line each."""
     if not options.models:
         options = replace(options, models=(plan.Model(default_model.NAME, default_model.NAME),))
-    ports = [0 for _ in options.models]
-    planned = plan.processes(options, ports, _trainer_command(options))
+    planned = plan.processes(options, _trainer_command(options))
     lines = [f"{process.name:<12}{process.computes or 'CPU'}" for process in planned]
     lines += doctor.doubts(options, facts.gather(options.data_dir))
     lines += plan.followers(options, planned)
@@ -116,7 +115,7 @@ def _trainer_command(options: plan.Options) -> plan.TrainerCommand:
     head = plan.nodes(options)
     if head is None:
         return launch_command
-    return lambda ranks, _port, arguments, _gpus: node_command(head, ranks, arguments)
+    return lambda ranks, arguments: node_command(head, ranks, arguments)
 
 
 def _with_models(options: plan.Options) -> plan.Options:
@@ -157,12 +156,11 @@ async def _run(options: plan.Options, data: DataDir, key: str, redis_url: str | 
         await _wait_for_redis(client, supervisor)
         for running in supervisor.running.values():
             running.was_ready = True
-        ports = [machine.free_port() for _ in options.models]
         progress.note(await asyncio.to_thread(show, options))
         for note in plan.aliases(options):
             progress.note(note)
         progress.downloads()
-        planned = plan.processes(options, ports, _trainer_command(options))
+        planned = plan.processes(options, _trainer_command(options))
         stages = [[_knowing_redis(process, urls) for process in stage] for stage in plan.stages(planned)]
         ready = asyncio.create_task(_start(stages, client, supervisor, progress), name="ready")
         await asyncio.wait({ready, stop}, return_when=asyncio.FIRST_COMPLETED)

@@ -82,7 +82,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands in its world; the launcher says so in the environment.
+    """Where this process stands in its world; who started it says so in the environment.
 
     Attributes:
         with_head: on the machine, or the node, of rank 0.
@@ -106,7 +106,7 @@ def parse(argv: list[str]) -> TrainerConfig:
     """Reads flags and environment; exits with a usage message when they do not make sense."""
     parser = argparse.ArgumentParser(
         prog="python -m services.trainer",
-        description="One rank of a trainer world; services.trainer.world.launch starts one.",
+        description="One rank of a trainer world; services.trainer.world.launch starts it.",
     )
 
     from_environment: list[str] = []

@@ -47,7 +47,7 @@ from tinsmith.internal.v1 import trainer_pb2, trainer_pb2_grpc
 log = logging.getLogger(__name__)
 
 _COMMAND_TIMEOUT_S = 900.0
-# Together less than the 30 s after which the DeepSpeed launcher kills a rank.
+# Together less than the 30 s after which an agent kills a rank.
 _DRAIN_S = 10.0
 _DURABLE_S = 8.0
 _SHUTDOWN_S = 5.0

@@ -24,7 +24,7 @@ from tests.model_hub import Hub, served
 
 NAME = "org/model"
 COMMANDS: dict[str, Callable[[list[str]], list[str]]] = {
-    "trainer": lambda args: launch_command(1, free_port(), [*args, "--device", "cpu"]),
+    "trainer": lambda args: launch_command(1, [*args, "--device", "cpu"]),
     "sampler": lambda args: [sys.executable, "-m", "services.sampler", *args],
 }
 PATIENCE_S = 420.0

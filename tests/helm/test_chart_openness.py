@@ -110,7 +110,7 @@ def test_a_pod_gets_the_resources_of_one_process_as_often_as_it_has_them() -> No
         "requests": {"cpu": "2000m", "memory": "6Gi", "ephemeral-storage": "2Gi"},
         "limits": {"cpu": "12", "nvidia.com/gpu": "4"},
     }
-    assert pod(trainer)["terminationGracePeriodSeconds"] == 90 + 4 * 30
+    assert pod(trainer)["terminationGracePeriodSeconds"] == 120
 
 
 def test_trainer_and_sampler_may_have_gpus_of_different_kinds() -> None:

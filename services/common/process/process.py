@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 REFUSED = os.EX_CONFIG
 """Exit status of a process that refuses its settings or its model: started again it would say the same."""
 _PR_SET_PDEATHSIG = 1
+_PR_GET_PDEATHSIG = 2
 _MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _MEMORY_USED = Path("/sys/fs/cgroup/memory.current")
 _MEMORY_KINDS = Path("/sys/fs/cgroup/memory.stat")
@@ -48,6 +49,24 @@ def die_with_parent(signal_number: int = signal.SIGKILL, parent: int = 0) -> Non
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal_number)
+
+
+def end_with_parent() -> None:
+    """Has this process told by SIGTERM when its parent ends, unless who started it chose a signal for that.
+
+    A container's first process has no parent to die with.
+    """
+    if os.getppid() != 0 and os.getpid() != 1 and not _tied():
+        die_with_parent(signal.SIGTERM)
+
+
+def _tied() -> bool:
+    """Whether the kernel sends this process a signal when its parent ends; it keeps that over an exec."""
+    if not sys.platform.startswith("linux"):
+        return False
+    number = ctypes.c_int()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_GET_PDEATHSIG, ctypes.byref(number), 0, 0, 0)
+    return number.value != 0
 
 
 def status_of(error: BaseException) -> int:
@@ -114,13 +133,11 @@ def setup_process(name: str, run_dir: Path | None) -> None:
     sees to it that its end is quick, warns of variables that nothing reads.
 
     `run_dir` is for the pid file; None = it writes none, since the directory is another machine's.
-    A container's first process has no parent to die with. `tinsmith up` refuses such variables; a service
-    only warns, because one of a newer release that a rollback leaves behind must not keep a cluster from
-    starting.
+    `tinsmith up` refuses such variables; a service only warns, because one of a newer release that a rollback
+    leaves behind must not keep a cluster from starting.
     """
     keep_files_private()
-    if os.getppid() != 0 and os.getpid() != 1:
-        die_with_parent(signal.SIGTERM)
+    end_with_parent()
     if run_dir is not None:
         write_pid_file(run_dir, name)
     collector.skip_at_exit()

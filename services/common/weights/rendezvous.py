@@ -15,6 +15,9 @@ import torch.distributed as dist
 def tcp_store(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
     """The store of a world; rank 0 serves it. Returns when all ranks have come.
 
+    Args:
+        port: 0, of a rank that is alone: any that is free.
+
     Raises:
         OSError: rank 0 cannot listen there.
         torch.distributed.DistStoreError: a rank did not come in time.

@@ -1,4 +1,4 @@
-"""The machines of a trainer whose ranks are on several, and what cannot be of them. Pure."""
+"""The machines of a trainer with several ranks, and what cannot be of them. Pure."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 LOOPBACK = "lo"
+LOOPBACK_ADDRESS = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Several machines, or several agents on one.
+    """Several machines, several agents on one, or one agent, which meets nobody.
 
     Attributes:
         count: of them.
         rank: which of them this one is; 0 is the head, which has rank 0 of the trainer.
         host, port: the head's, where all of them meet: an address, or, to followers, also a name that may
-            have another one at the head's next start.
+            have another one at the head's next start. Of one agent port 0 is any that is free.
         interface: on which this node's ranks speak with the others.
         wait_s: within which all are there.
     """
@@ -88,6 +89,6 @@ def mistakes(nodes: Nodes, addresses: Mapping[str, list[str]], prefix: str = "--
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """None = it is a name, which is another machine's but for localhost."""
     try:
-        return ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+        return ipaddress.ip_address(LOOPBACK_ADDRESS if host == "localhost" else host)
     except ValueError:
         return None

@@ -47,18 +47,27 @@ logger = logging.getLogger(__name__)
 
 
 def init_distributed(device: str, timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
-    """Joins the process group that DeepSpeed's launcher describes in the environment, unless done before.
+    """Joins the process group that the environment describes, as torchrun's agent does, unless done before.
 
     Args:
         device: "cpu" (gloo) or "cuda" (NCCL, on the GPU of LOCAL_RANK).
         timeout: deadline of every collective.
+
+    Raises:
+        InvalidRequest: there is no GPU for this rank.
     """
     # Read when deepspeed is first imported; otherwise a machine with a GPU would always use it.
     os.environ.setdefault("DS_ACCELERATOR", device)
     import deepspeed
 
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        local_rank, visible = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local_rank >= visible:
+            raise InvalidRequest(
+                f"{local_rank + 1} ranks need as many GPUs, and {visible} are visible here: start fewer, or "
+                "name more GPUs in CUDA_VISIBLE_DEVICES"
+            )
+        torch.cuda.set_device(local_rank)
     else:
         _load_collectives()
     backend = "nccl" if device == "cuda" else "gloo"

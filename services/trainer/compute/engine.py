@@ -86,7 +86,7 @@ class Engine:
         max_context: int = 0,
         sharding: Sharding | None = None,
     ) -> None:
-        """Loads the base model, joining the launcher's process group first unless that was done.
+        """Loads the base model, joining the process group first unless that was done.
 
         Args:
             model_path: local directory or hub id.

@@ -17,7 +17,7 @@ from services.trainer.compute.data import Failure, Pass, RowResult
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=300)
 """For which ranks wait for each other where all have the same to do. One that died is seen at once: its
-connections close, and the launcher ends the others."""
+connections close, and the agent ends the others."""
 
 SLOWEST = {"cpu": 10, "cuda": 100}
 """Tokens that a rank computes in a second, at least."""

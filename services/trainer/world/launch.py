@@ -1,57 +1,51 @@
-"""How a trainer world is started: one rank in this very process, several on this machine with the DeepSpeed
-launcher, or a node of several machines.
+"""How a trainer world is started: one rank on this machine is the process itself, several are those of an
+agent (`node.py`), as they are of each node of several machines.
 
-Invariant: the world lives and ends as one. A rank that dies takes the others with it (the launcher
-ends them); SIGTERM drains rank 0, which dismisses the others; and when this process is killed
-outright every rank is told by the kernel and ends too. What a rank refuses this process ends with,
-whichever rank that is.
+Invariant: a rank is tied to whoever started it before it imports anything. One that is alone drains when that
+ends; those of an agent are killed with it, and so never meet those of the agent that comes after it.
 """
 
 from __future__ import annotations
 
-import base64
-import json
-import logging
+import argparse
 import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
 from typing import NoReturn
 
 import psutil
 
-from services.common.worlds.nodes import Nodes
+from services.common.process.process import die_with_parent, end_with_parent
+from services.common.worlds.nodes import LOOPBACK_ADDRESS, Nodes
 
-log = logging.getLogger("services.trainer.world.launch")
-
-_HOST = "127.0.0.1"
+_LAUNCH = "services.trainer.world.launch"
+_NODE = "services.trainer.world.node"
 _TRAINER = "services.trainer"
 
+_ALONE = {
+    "MASTER_ADDR": LOOPBACK_ADDRESS,
+    # Any that is free.
+    "MASTER_PORT": "0",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "GROUP_RANK": "0",
+}
+"""What an agent tells its ranks, of one that has none: what is in the environment may be of another world."""
 
-def launch_command(ranks: int, master_port: int, args: list[str], gpus: Sequence[str] = ()) -> list[str]:
-    """Command line of a world of `ranks` processes of `python -m services.trainer ARGS` on this machine.
 
-    Send it SIGTERM to stop: it exits 0 once all ranks have ended (of several, at most 30 s for each). It
-    exits with a rank's status when that rank failed, and with REFUSED and its sentence when it refused its
-    settings. `master_port` must be free; it is only bound on
-    127.0.0.1. OMP_NUM_THREADS is set to an equal share of the cores unless the environment sets it. `gpus`
-    names the GPU of each rank; without it a CUDA_VISIBLE_DEVICES in the environment chooses them.
+def launch_command(ranks: int, args: list[str]) -> list[str]:
+    """Command line of a world of `ranks` processes of `python -m services.trainer ARGS` on this machine, who
+    meet on 127.0.0.1 and on no other address.
+
+    Send it SIGTERM to stop: it exits 0 once all ranks have ended; several are killed after 30 s. It exits
+    with REFUSED and its sentence when a rank refused its settings, with 2 when ranks do not take their flags,
+    and with another status when a rank failed. OMP_NUM_THREADS is set to an equal share of the cores unless
+    the environment sets it. Of the GPUs of CUDA_VISIBLE_DEVICES, or of this machine, each rank has one.
     """
-    world = base64.urlsafe_b64encode(json.dumps({"localhost": _devices(ranks, gpus)}).encode()).decode()
-    return [
-        sys.executable,
-        "-m",
-        "services.trainer.world.launch",
-        f"--world_info={world}",
-        f"--master_port={master_port}",
-        f"--master_addr={_HOST}",
-        "--no_local_rank",
-        "--log_level=warning",
-        "--module",
-        _TRAINER,
-        *args,
-    ]
+    return [sys.executable, "-m", _LAUNCH, f"--ranks={ranks}", "--", *args]
 
 
 def node_command(nodes: Nodes, ranks: int, args: list[str]) -> list[str]:
@@ -61,13 +55,18 @@ def node_command(nodes: Nodes, ranks: int, args: list[str]) -> list[str]:
     """
     host = f"[{nodes.host}]" if ":" in nodes.host else nodes.host
     return [
-        *(sys.executable, "-m", "services.trainer.world.node"),
+        *(sys.executable, "-m", _NODE),
         *("--nodes", str(nodes.count), "--node-rank", str(nodes.rank)),
         *("--rendezvous", f"{host}:{nodes.port}", "--interface", nodes.interface),
         *("--wait", f"{nodes.wait_s:g}", "--ranks", str(ranks)),
         "--",
         *args,
     ]
+
+
+def rank_arguments(args: list[str]) -> list[str]:
+    """What an interpreter is given to be a rank of this process, which is an agent."""
+    return ["-m", _LAUNCH, "--agent", str(os.getpid()), "--", *args]
 
 
 def addresses() -> dict[str, list[str]]:
@@ -78,72 +77,32 @@ def addresses() -> dict[str, list[str]]:
     }
 
 
-def _devices(ranks: int, gpus: Sequence[str]) -> list[int] | list[str]:
-    """Device of each rank; the launcher would otherwise ignore CUDA_VISIBLE_DEVICES."""
-    visible = list(gpus) or [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    if not visible:
-        return list(range(ranks))
-    if len(visible) < ranks:
-        raise ValueError(f"{ranks} trainer ranks need {ranks} GPUs, and {', '.join(visible)} are given")
-    return visible[:ranks]
+def main() -> NoReturn:
+    """Becomes a rank, or the agent of several."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {_LAUNCH}",
+        description="A trainer on this machine. After -- come the flags of services.trainer.",
+    )
+    parser.add_argument("--ranks", type=int, default=1, help="of the trainer, each with a GPU of its own")
+    parser.add_argument("--agent", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("args", nargs="*", metavar="ARGS", help="flags of services.trainer")
+    found = parser.parse_args()
+    if found.ranks < 1:
+        parser.error("--ranks must be above 0")
+    if found.agent is not None:
+        die_with_parent(signal.SIGKILL, found.agent)
+        _become("-u", "-m", _TRAINER, *found.args)
+    end_with_parent()
+    if found.ranks > 1:
+        _become("-m", _NODE, "--ranks", str(found.ranks), "--", *found.args)
+    os.environ |= _ALONE
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    # An agent would be a quarter of a gigabyte and some seconds, and one rank has nobody to end with.
+    _become("-u", "-m", _TRAINER, *found.args)
 
 
-def main() -> None:
-    """With the arguments of `launch_command`: this process is the only rank, or the DeepSpeed launcher."""
-    from services.common.process.process import REFUSED, die_with_parent
-
-    if os.getppid() != 0 and os.getpid() != 1:
-        # The rank that this becomes keeps it.
-        die_with_parent(signal.SIGTERM)
-    world, port = (word.partition("=")[2] for word in sys.argv[1:3])
-    devices = json.loads(base64.urlsafe_b64decode(world))["localhost"]
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // len(devices))))
-    # Ranks take it for their agent's word, and it would be of whoever started this.
-    os.environ.pop("LOCAL_WORLD_SIZE", None)
-    if len(devices) == 1:
-        _become_the_rank(str(devices[0]), port, sys.argv[sys.argv.index(_TRAINER) + 1 :])
-
-    # The launcher exits 1 when it is asked to stop; the signals seen here tell that from a failed rank.
-    seen, notify = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(notify, warn_on_full_buffer=False)
-    from deepspeed.launcher import launch
-
-    from services.common.telemetry import logs
-    from services.trainer.world import refusals
-
-    store = refusals.listen(_HOST)
-    try:
-        launch.main()
-    except SystemExit:
-        if _stop_was_asked(seen):
-            return
-        if refusal := refusals.heard(store):
-            # The last line, below what the others said when it was gone.
-            logs.configure("trainer", os.environ.get("TINSMITH_LOG_FORMAT", "text"))
-            log.critical("%s", refusal)
-            sys.exit(REFUSED)
-        raise
-
-
-def _become_the_rank(device: str, port: str, args: list[str]) -> NoReturn:
-    """A launcher would be half a gigabyte and some seconds, and one rank has nobody to end with."""
-    os.environ |= {
-        "MASTER_ADDR": _HOST,
-        "MASTER_PORT": port,
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "CUDA_VISIBLE_DEVICES": device,
-    }
-    os.execv(sys.executable, [sys.executable, "-u", "-m", _TRAINER, *args])
-
-
-def _stop_was_asked(seen: int) -> bool:
-    try:
-        numbers = os.read(seen, 1024)
-    except BlockingIOError:
-        return False
-    return signal.SIGTERM in numbers or signal.SIGINT in numbers
+def _become(*arguments: str) -> NoReturn:
+    os.execv(sys.executable, [sys.executable, *arguments])
 
 
 if __name__ == "__main__":

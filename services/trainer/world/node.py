@@ -1,7 +1,7 @@
-"""One node of a trainer whose ranks are on several machines: `python -m services.trainer.world.node`.
+"""One node of a trainer with several ranks: `python -m services.trainer.world.node`.
 
 Its ranks are processes of torch's elastic agent, which torchrun runs too. The head, node 0, has rank 0, which
-serves gRPC; the other nodes, its followers, have the ranks after it.
+serves gRPC; the other nodes, its followers, have the ranks after it. On one machine the head is the only one.
 
 Invariant: the world lives and ends as one. A rank that dies ends its node; the others' connections to it
 close, which ends them. The head then exits with an error, for its supervisor to start it anew, and followers
@@ -18,17 +18,19 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
 from services.common.contract.errors import TinsmithError
-from services.common.process.process import REFUSED, die_with_parent
+from services.common.process.process import REFUSED, end_with_parent
 from services.common.telemetry import logs
-from services.common.worlds.nodes import LOOPBACK, Nodes, endpoint, mistakes
+from services.common.worlds.nodes import LOOPBACK, LOOPBACK_ADDRESS, Nodes, endpoint, mistakes
 from services.trainer.world import refusals
-from services.trainer.world.launch import addresses
+from services.trainer.world.launch import addresses, rank_arguments
 from services.trainer.world.rendezvous import Rendezvous
 
 log = logging.getLogger("services.trainer.world.node")
@@ -54,6 +56,10 @@ class _Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.FAILED)
         return found
 
+    def _construct_event(self, *_: Any, **__: Any) -> Event:
+        """Nobody hears of events, and for torch's name servers would be asked what this machine is called."""
+        return Event("", EventSource.AGENT)
+
     def _exit_barrier(self) -> None:
         """Waits for no other agent: ranks are dismissed together, and the head's store may be gone."""
 
@@ -63,11 +69,14 @@ def main(argv: list[str]) -> int:
     nodes, ranks, args = _parse(argv)
     # As its ranks do.
     logs.configure(f"node-{nodes.rank}", os.environ.get("TINSMITH_LOG_FORMAT", "text"))
-    if os.getppid() != 0 and os.getpid() != 1:
-        die_with_parent(signal.SIGTERM)
+    logs.take_over()
+    end_with_parent()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    # Ranks have no business on other networks.
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = nodes.interface
+    # DeepSpeed's: ranks that are all here exchange by shared memory.
+    os.environ["LOCAL_SIZE"] = str(ranks)
+    if nodes.count > 1:
+        # Ranks have no business on other networks.
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = nodes.interface
     try:
         while (status := _run(nodes, ranks, args)) == _FAILED and nodes.rank != 0:
             log.warning("the world ended; this node waits for the head's next start")
@@ -87,13 +96,12 @@ def _run(nodes: Nodes, ranks: int, args: list[str]) -> int:
         # While nodes meet there is nothing to end, and nothing would hear a handler of Python's.
         signal.signal(number, signal.SIG_DFL)
     meeting = Rendezvous(nodes)
-    refusals.announce(nodes.host, nodes.port)
     spec = WorkerSpec(
         role="trainer",
         local_world_size=ranks,
         rdzv_handler=meeting,
         entrypoint=sys.executable,
-        args=("-u", "-m", "services.trainer", *args),
+        args=tuple(rank_arguments(args)),
         max_restarts=0,
         monitor_interval=_POLL_S,
         local_addr=nodes.host if nodes.rank == 0 else None,
@@ -102,7 +110,7 @@ def _run(nodes: Nodes, ranks: int, args: list[str]) -> int:
     if not found.is_failed():
         return 0
     own = {failure.exitcode for failure in found.failures.values()} & {*refusals.STATUSES}
-    if own:
+    if own and nodes.count > 1:
         # A rank that does not take its flags has no sentence for others.
         refusals.tell(f"node {nodes.rank} does not take its flags, and its log says why")
     if refusal := meeting.refusal():
@@ -116,22 +124,20 @@ def _run(nodes: Nodes, ranks: int, args: list[str]) -> int:
 def _parse(argv: list[str]) -> tuple[Nodes, int, list[str]]:
     parser = argparse.ArgumentParser(
         prog="python -m services.trainer.world.node",
-        description="One node of a trainer on several machines. After -- come the flags of services.trainer, "
-        "the same on every node.",
+        description="One node of a trainer on one or several machines. After -- come the flags of "
+        "services.trainer, the same on every node.",
     )
-    parser.add_argument("--nodes", type=int, required=True, help="how many there are")
-    parser.add_argument("--node-rank", type=int, required=True, help="of this one; 0 is the head")
+    parser.add_argument("--nodes", type=int, default=1, help="how many there are")
+    parser.add_argument("--node-rank", type=int, default=0, help="of this one; 0 is the head")
     parser.add_argument(
         "--rendezvous",
         type=endpoint,
-        required=True,
         metavar="HOST:PORT",
         help="of the head, where all nodes meet: its address, or for the others also its name",
     )
     parser.add_argument(
         "--interface",
-        default=LOOPBACK,
-        help="network interface on which this node's ranks speak with the others; lo when all are here",
+        help="network interface on which this node's ranks speak with the others' (default: lo)",
     )
     parser.add_argument("--ranks", type=int, required=True, help="of the trainer on this node")
     parser.add_argument(
@@ -139,8 +145,13 @@ def _parse(argv: list[str]) -> tuple[Nodes, int, list[str]]:
     )
     parser.add_argument("args", nargs=argparse.REMAINDER, help="flags of services.trainer")
     found = parser.parse_args(argv)
-    host, port = found.rendezvous
-    nodes = Nodes(found.nodes, found.node_rank, host, port, found.interface, found.wait)
+    if found.nodes > 1 and found.rendezvous is None:
+        parser.error("several --nodes need a --rendezvous")
+    if found.nodes == 1 and (found.rendezvous or found.interface):
+        parser.error("--rendezvous and --interface are for several --nodes: one meets nobody")
+    host, port = found.rendezvous or (LOOPBACK_ADDRESS, 0)
+    interface = found.interface or LOOPBACK
+    nodes = Nodes(found.nodes, found.node_rank, host, port, interface, found.wait)
     if found.ranks < 1 or found.wait <= 0:
         parser.error("--ranks and --wait must be above 0")
     for mistake in mistakes(nodes, addresses()):

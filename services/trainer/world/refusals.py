@@ -1,8 +1,7 @@
 """What a rank has against its settings or its model, told to whoever started its world.
 
-A rank that ends closes its connections, which ends the others with errors of the network, and launchers see
-whichever exit status they happen to look at first: DeepSpeed's within a second, an agent not that of another
-node's rank at all.
+A rank that ends closes its connections, which ends the others with errors of the network, and an agent sees
+whichever exit status it happens to look at first, and not that of another node's rank at all.
 
 Invariant: a refusal is told before its rank ends, so whoever started the world and sees an end that came of
 it sees the refusal too.
@@ -24,19 +23,11 @@ from services.common.worlds.nodes import endpoint
 log = logging.getLogger(__name__)
 
 VARIABLE = variables.PREFIX + "REFUSALS"
-"""HOST:PORT of the store that hears of refusals; unset where a rank has no launcher."""
+"""HOST:PORT of the store that hears of refusals; unset where a rank has no agent."""
 STATUSES = (2, REFUSED)
 """Of a process that does not take its flags, or its settings."""
 _KEY = "refused"
 _TOLD_S = timedelta(seconds=10)
-
-
-def listen(host: str) -> dist.TCPStore:
-    """A store on an address of this machine that hears of refusals; the ranks that are started from here on
-    know of it."""
-    store = meeting_store(host, 0, True, _TOLD_S)
-    announce(host, store.port)
-    return store
 
 
 def announce(host: str, port: int) -> None:
@@ -62,7 +53,7 @@ def tell(sentence: str) -> None:
         meeting_store(host, port, False, _TOLD_S).compare_set(_KEY, "", sentence)
     except dist.DistError as error:
         # Whoever would have heard it has ended, of the same most likely.
-        log.warning("could not tell the launcher why this ends: %s", error)
+        log.warning("could not tell the agent why this ends: %s", error)
 
 
 def heard(store: dist.Store) -> str:

@@ -50,7 +50,7 @@ class Rendezvous(RendezvousHandler):
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
-        self._store: dist.Store | None = None
+        self._store: dist.TCPStore | None = None
         self._said = ""
         self._head_ended = math.inf
         """When a follower heard it, in seconds of the monotonic clock."""
@@ -61,7 +61,7 @@ class Rendezvous(RendezvousHandler):
         return "tinsmith"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meets the other nodes.
+        """Meets the other nodes; the ranks that are started from here on tell the head what they refuse.
 
         Raises:
             Unavailable: not all were there in time.
@@ -70,6 +70,7 @@ class Rendezvous(RendezvousHandler):
         nodes = self._nodes
         deadline = time.monotonic() + nodes.wait_s
         self._store = store = self._joined(deadline)
+        refusals.announce(nodes.host, store.port)
         for rank in range(nodes.count):
             try:
                 store.wait([_came(rank)], timedelta(seconds=max(0.1, deadline - time.monotonic())))
@@ -78,13 +79,14 @@ class Rendezvous(RendezvousHandler):
                     f"of {nodes.count} nodes, node {rank} did not come to {nodes.host}:{nodes.port} within "
                     f"{nodes.wait_s:g} s: start it, or see why it ended"
                 ) from error
-        log.info("node %d of %d met the others at %s:%d", nodes.rank, nodes.count, nodes.host, nodes.port)
+        if nodes.count > 1:
+            log.info("node %d of %d met the others at %s:%d", nodes.rank, nodes.count, nodes.host, nodes.port)
         if nodes.rank != 0:
             threading.Thread(target=self._hear_the_head, name="what the head says", daemon=True).start()
         met = RendezvousStoreInfo.build(nodes.rank, store, nodes.host)
         return RendezvousInfo(store, nodes.rank, nodes.count, met)
 
-    def _joined(self, deadline: float) -> dist.Store:
+    def _joined(self, deadline: float) -> dist.TCPStore:
         nodes = self._nodes
         head = nodes.rank == 0
         seen = False

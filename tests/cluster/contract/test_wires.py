@@ -106,10 +106,6 @@ def known(cluster: Cluster) -> dict[int, str]:
             for record in client.hvals(keys.services(kind)):
                 address = msgspec.json.decode(record, type=ServiceRecord).address
                 found[int(address.rpartition(":")[2])] = f"gRPC of a {kind}"
-    for process in family(cluster):
-        with contextlib.suppress(psutil.Error):
-            if port := process.environ().get("MASTER_PORT"):
-                found[int(port)] = "rendezvous of a trainer's ranks"
     return found
 
 
@@ -122,11 +118,11 @@ def test_every_listening_socket_is_known_and_on_loopback(
     for process in family(cluster):
         for (address, port), command in listening(process).items():
             assert address in ("127.0.0.1", "::1"), f"{command} listens on {address}:{port}"
-            # Gloo takes free ports, for the pairs of ranks: of a trainer's world, and of the weight group.
-            gloo = any(
+            # Ranks take free ports, to meet and for their pairs: of a trainer, and of the weight group.
+            ranks = any(
                 name in command for name in ("services.trainer", "services.sampler", "VLLM", "spawn_main")
             )
-            if port not in names and not gloo:
+            if port not in names and not ranks:
                 unknown[port] = command
     assert unknown == {}
     assert set(names.values()) == {

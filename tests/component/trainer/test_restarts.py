@@ -34,6 +34,13 @@ def alive(processes: list[psutil.Process], seconds: float) -> list[psutil.Proces
     return list(psutil.wait_procs(processes, timeout=seconds)[1])
 
 
+def assert_by_shared_memory(ranks: list[psutil.Process]) -> None:
+    """Two ranks of one machine exchange by memory that they share, and not by sockets."""
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert "deepspeed_allreduce_buffer" in Path(f"/proc/{rank.pid}/maps").read_text()
+
+
 def test_a_killed_world_comes_back_with_every_accepted_operation(
     redis_url: str, model_dir: Path, tmp_path: Path
 ) -> None:
@@ -49,6 +56,7 @@ def test_a_killed_world_comes_back_with_every_accepted_operation(
 
         # A rank that dies takes the whole world with it.
         processes = first.processes()
+        assert_by_shared_memory(processes[1:])
         psutil.Process(first.rank_pid(1)).kill()
         assert first.process.wait(120) != 0
         assert alive(processes, 60) == []
@@ -83,7 +91,7 @@ def test_a_killed_world_comes_back_with_every_accepted_operation(
         for a, b in zip(model.forward(data), twin.forward(data), strict=True):
             np.testing.assert_array_equal(a, b)
 
-        # A launcher that is killed leaves no rank behind.
+        # An agent that is killed leaves no rank behind.
         processes = second.processes()
         second.process.kill()
         assert alive(processes, 90) == []

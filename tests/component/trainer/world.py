@@ -21,7 +21,6 @@ import redis
 
 from services.common.state import keys
 from services.common.state.registry import ServiceRecord
-from services.launcher.machine import free_port
 from services.launcher.tiny_model import make_tiny_model
 from services.trainer.world.launch import launch_command
 from tests.announced import find
@@ -131,7 +130,7 @@ def step(learning_rate: float = 1e-2) -> operation_pb2.OptimStep:
 
 
 class TrainerWorld:
-    """A world started by the DeepSpeed launcher.
+    """A world on this machine: of one process, or of an agent and its ranks.
 
     Args:
         name: of its trainer; empty: one of its own.
@@ -161,7 +160,7 @@ class TrainerWorld:
         self.stub = trainer_pb2_grpc.TrainerServiceStub(self.channel)
 
     def _start(self, args: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(launch_command(self.ranks, free_port(), args), env=environment)
+        return subprocess.Popen(launch_command(self.ranks, args), env=environment)
 
     def _wait_until_announced(self, seconds: float) -> ServiceRecord:
         deadline = time.monotonic() + seconds
@@ -213,9 +212,9 @@ class TrainerWorld:
         return int((self.data_dir / "run" / f"trainer-{rank}.pid").read_text())
 
     def processes(self) -> list[psutil.Process]:
-        """The launcher and all ranks."""
-        launcher = psutil.Process(self.process.pid)
-        return [launcher, *launcher.children(recursive=True)]
+        """The agent of several ranks, and all ranks."""
+        first = psutil.Process(self.process.pid)
+        return [first, *first.children(recursive=True)]
 
     def stop(self) -> int:
         """SIGTERM; the exit status."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,8 +22,8 @@ def mistakes(settings: plan.Options) -> list[str]:
     return found_mistakes(settings, {"lo": ["127.0.0.1"], "eth0": ["10.0.0.7"]})
 
 
-def launch(ranks: int, port: int, args: list[str], gpus: Sequence[str]) -> list[str]:
-    return ["launch", str(ranks), str(port), *args, *gpus]
+def launch(ranks: int, args: list[str]) -> list[str]:
+    return ["launch", str(ranks), *args]
 
 
 def options(tmp_path: Path, **changes: object) -> plan.Options:
@@ -33,21 +32,21 @@ def options(tmp_path: Path, **changes: object) -> plan.Options:
 
 
 def test_every_model_gets_a_trainer_and_its_samplers(tmp_path: Path) -> None:
-    planned = plan.processes(options(tmp_path, samplers=2, trainer_ranks=2, gateways=2), [1, 2], launch)
+    planned = plan.processes(options(tmp_path, samplers=2, trainer_ranks=2, gateways=2), launch)
     assert [process.name for process in planned] == [
         *("gateway-0", "gateway-1"),
         *("trainer-0", "sampler-0", "sampler-1"),
         *("trainer-2", "sampler-2", "sampler-3"),
     ]
     second_trainer = planned[5]
-    assert second_trainer.argv[:3] == ("launch", "2", "2")
+    assert second_trainer.argv[:2] == ("launch", "2")
     assert "--first-process-index" in second_trainer.argv
     assert "org/two=/models/two" in second_trainer.argv
 
 
 def test_every_process_has_a_port_of_its_own_for_its_metrics_or_none(tmp_path: Path) -> None:
     def ports(settings: plan.Options) -> list[str]:
-        planned = plan.processes(settings, [1, 2], launch)
+        planned = plan.processes(settings, launch)
         return [dict(itertools.pairwise(process.argv))["--metrics-port"] for process in planned]
 
     assert ports(options(tmp_path, metrics_port=9100)) == ["9100", "9101", "9102", "9103", "9104"]
@@ -69,7 +68,7 @@ def test_the_ports_that_were_asked_for_are_those_of_the_processes(tmp_path: Path
         ("--port", "0.0.0.0"),
         ("--grpc-port", "0.0.0.0"),
     ]
-    for each, process in zip(listening[2:], plan.processes(settings, [1, 2], launch), strict=True):
+    for each, process in zip(listening[2:], plan.processes(settings, launch), strict=True):
         argv = dict(itertools.pairwise(process.argv))
         assert (each.host, str(each.port)) == (argv["--host"], argv["--metrics-port"])
     # The model that is served when none is named has processes, too.
@@ -78,7 +77,7 @@ def test_the_ports_that_were_asked_for_are_those_of_the_processes(tmp_path: Path
 
 def test_gateways_are_told_what_they_are_to_wait_for(tmp_path: Path) -> None:
     for samplers in (0, 2):
-        gateway = plan.processes(options(tmp_path, samplers=samplers), [1, 2], launch)[0]
+        gateway = plan.processes(options(tmp_path, samplers=samplers), launch)[0]
         told = dict(itertools.pairwise(gateway.argv))["--base-models"]
         sampled = samplers > 0
         assert parse_configured(told) == (
@@ -89,7 +88,7 @@ def test_gateways_are_told_what_they_are_to_wait_for(tmp_path: Path) -> None:
 
 def test_trainers_are_told_how_to_hold_models_that_train_all_weights(tmp_path: Path) -> None:
     settings = options(tmp_path, offload_optimizer="cpu", max_full_models=3, full_snapshot_steps=7)
-    trainer = plan.processes(settings, [1, 2], launch)[1]
+    trainer = plan.processes(settings, launch)[1]
     given = dict(itertools.pairwise(trainer.argv))
     names = ("--offload-optimizer", "--max-full-models", "--full-snapshot-steps")
     assert [given[name] for name in names] == ["cpu", "3", "7"]
@@ -99,10 +98,10 @@ def test_trainers_are_told_how_to_share_weights_and_what_cannot_be_is_refused(tm
     shared = {"zero_replica_ranks": 2, "zero_prefetch_elements": 0, "zero_quantized_base": "yes"}
     settings = options(tmp_path, zero_stage=3, trainer_ranks=4, **shared)
     assert mistakes(settings) == []
-    given = dict(itertools.pairwise(plan.processes(settings, [1, 2], launch)[1].argv))
+    given = dict(itertools.pairwise(plan.processes(settings, launch)[1].argv))
     names = ("--zero-replica-ranks", "--zero-prefetch-elements", "--zero-quantized-base")
     assert [given[name] for name in names] == ["2", "0", "yes"]
-    assert "--zero-prefetch-elements" not in plan.processes(options(tmp_path), [1, 2], launch)[1].argv
+    assert "--zero-prefetch-elements" not in plan.processes(options(tmp_path), launch)[1].argv
 
     flags = {sentence.split()[0] for sentence in mistakes(options(tmp_path, trainer_ranks=4, **shared))}
     assert flags == set(names)
@@ -111,17 +110,15 @@ def test_trainers_are_told_how_to_share_weights_and_what_cannot_be_is_refused(tm
 
 
 def test_cores_are_shared_out_between_what_computes(tmp_path: Path) -> None:
-    planned = plan.processes(options(tmp_path, samplers=1, trainer_ranks=1), [1, 2], launch)
+    planned = plan.processes(options(tmp_path, samplers=1, trainer_ranks=1), launch)
     threads = {process.name: process.env.get("OMP_NUM_THREADS") for process in planned}
     assert threads["trainer-0"] == threads["sampler-0"] == "2"
-    crowded = plan.processes(options(tmp_path, samplers=4, trainer_ranks=4), [1, 2], launch)
+    crowded = plan.processes(options(tmp_path, samplers=4, trainer_ranks=4), launch)
     assert crowded[-1].env["OMP_NUM_THREADS"] == "1"
 
 
 def test_gateways_stop_before_what_they_send_work_to(tmp_path: Path) -> None:
-    order = {
-        process.name: process.stop_order for process in plan.processes(options(tmp_path), [1, 2], launch)
-    }
+    order = {process.name: process.stop_order for process in plan.processes(options(tmp_path), launch)}
     assert order["gateway-0"] < order["trainer-0"] == order["sampler-0"]
 
 
@@ -168,7 +165,7 @@ def test_samplers_that_could_not_start_are_told_before_they_do(tmp_path: Path) -
 
 
 def test_what_is_left_to_a_service_is_not_said(tmp_path: Path) -> None:
-    _, trainer, sampler, *_ = plan.processes(options(tmp_path), [1, 2], launch)
+    _, trainer, sampler, *_ = plan.processes(options(tmp_path), launch)
     for flag in ("--max-context", "--micro-batch-tokens", "--kv-cache-gib", "--max-sequences"):
         assert flag not in (*trainer.argv, *sampler.argv)
     said = dict(itertools.pairwise(sampler.argv))
@@ -185,7 +182,7 @@ def test_what_is_left_to_a_service_is_not_said(tmp_path: Path) -> None:
         quantization="fp8_per_channel",
         model_runner="v1",
     )
-    _, trainer, sampler, *_ = plan.processes(given, [1, 2], launch)
+    _, trainer, sampler, *_ = plan.processes(given, launch)
     said = dict(itertools.pairwise(trainer.argv)) | dict(itertools.pairwise(sampler.argv))
     assert (said["--max-context"], said["--micro-batch-tokens"]) == ("4096", "512")
     assert (said["--kv-cache-gib"], said["--max-sequences"]) == ("2.0", "9")
@@ -211,7 +208,7 @@ def made(directory: Path) -> Path:
 
 
 def test_only_gateways_listen_on_the_address_that_is_asked_for(tmp_path: Path) -> None:
-    planned = plan.processes(options(tmp_path, host="0.0.0.0"), [1, 2], launch)
+    planned = plan.processes(options(tmp_path, host="0.0.0.0"), launch)
     hosts = {process.name: dict(itertools.pairwise(process.argv))["--host"] for process in planned}
     assert hosts.pop("gateway-0") == "0.0.0.0"
     assert set(hosts.values()) == {"127.0.0.1"}
@@ -219,7 +216,7 @@ def test_only_gateways_listen_on_the_address_that_is_asked_for(tmp_path: Path) -
 
 def test_samplers_on_the_cpu_share_what_there_is_for_keys_and_values(tmp_path: Path) -> None:
     def samplers(**changes: object) -> list[plan.Process]:
-        planned = plan.processes(options(tmp_path, **changes), [1, 2], launch)
+        planned = plan.processes(options(tmp_path, **changes), launch)
         return [process for process in planned if process.name.startswith("sampler")]
 
     for process in samplers(samplers=2):
@@ -235,10 +232,10 @@ def test_samplers_on_the_cpu_share_what_there_is_for_keys_and_values(tmp_path: P
 
 def test_one_gpu_is_shared_in_stated_parts(tmp_path: Path) -> None:
     one = {"models": (plan.Model("a/b", "x"),), "device": "cuda", "gpus": ("0",)}
-    gateway, trainer, sampler = plan.processes(options(tmp_path, **one), [1], launch)
+    gateway, trainer, sampler = plan.processes(options(tmp_path, **one), launch)
     assert (gateway.computes, trainer.computes) == ("", "GPU 0 (shared), 55% of its memory")
     assert sampler.computes == "GPU 0 (shared), 40% of its memory"
-    _, trainer, sampler = plan.processes(options(tmp_path, **one, sampler_memory=0.55), [1], launch)
+    _, trainer, sampler = plan.processes(options(tmp_path, **one, sampler_memory=0.55), launch)
     assert dict(itertools.pairwise(sampler.argv))["--gpu-memory-utilization"] == "0.55"
     assert dict(itertools.pairwise(trainer.argv))["--gpu-memory-share"] == "0.4"
     (sentence,) = mistakes(options(tmp_path, **one, sampler_memory=0.92))
@@ -258,23 +255,21 @@ def test_one_gpu_is_shared_in_stated_parts(tmp_path: Path) -> None:
 def test_a_sampler_of_a_shared_gpu_is_started_when_the_others_are_ready(tmp_path: Path) -> None:
     def order(**more: object) -> list[list[str]]:
         settings = options(tmp_path, device="cuda", trainer_ranks=1, **more)
-        planned = plan.processes(settings, [1, 2], launch)
+        planned = plan.processes(settings, launch)
         return [[process.name for process in stage] for stage in plan.stages(planned)]
 
     others = ["gateway-0", "trainer-0", "trainer-1"]
     assert order(gpus=("0",)) == [others, ["sampler-0"], ["sampler-1"]]
     # The third and the fourth GPU have a sampler each to themselves, and the first two a trainer each.
     assert order(gpus=tuple("0123")) == [["gateway-0", "trainer-0", "sampler-0", "trainer-1", "sampler-1"]]
-    (all_at_once,) = plan.stages(plan.processes(options(tmp_path), [1, 2], launch))
+    (all_at_once,) = plan.stages(plan.processes(options(tmp_path), launch))
     assert len(all_at_once) == 5
     assert not any("--gpu-memory-share" in process.argv for process in all_at_once)
 
 
 def test_a_sampler_of_several_gpus_has_them_to_itself(tmp_path: Path) -> None:
     eight = {"models": (plan.Model("a/b", "x"),), "device": "cuda", "gpus": tuple("01234567")}
-    planned = plan.processes(
-        options(tmp_path, **eight, trainer_ranks=4, samplers=2, sampler_tp=2), [1], launch
-    )
+    planned = plan.processes(options(tmp_path, **eight, trainer_ranks=4, samplers=2, sampler_tp=2), launch)
     assert [process.env.get("CUDA_VISIBLE_DEVICES") for process in planned] == [None, "0,1,2,3", "4,5", "6,7"]
     assert dict(itertools.pairwise(planned[2].argv))["--tensor-parallel-size"] == "2"
 
@@ -282,7 +277,7 @@ def test_a_sampler_of_several_gpus_has_them_to_itself(tmp_path: Path) -> None:
 def test_a_sampler_of_stages_has_as_many_gpus_as_all_of_them(tmp_path: Path) -> None:
     eight = {"models": (plan.Model("a/b", "x"),), "device": "cuda", "gpus": tuple("01234567")}
     planned = plan.processes(
-        options(tmp_path, **eight, trainer_ranks=4, samplers=1, sampler_tp=2, sampler_pp=2), [1], launch
+        options(tmp_path, **eight, trainer_ranks=4, samplers=1, sampler_tp=2, sampler_pp=2), launch
     )
     assert [process.env.get("CUDA_VISIBLE_DEVICES") for process in planned] == [None, "0,1,2,3", "4,5,6,7"]
     said = dict(itertools.pairwise(planned[2].argv))
@@ -291,7 +286,7 @@ def test_a_sampler_of_stages_has_as_many_gpus_as_all_of_them(tmp_path: Path) -> 
 
 def test_trainers_and_samplers_get_the_gpus_in_turn(tmp_path: Path) -> None:
     planned = plan.processes(
-        options(tmp_path, device="cuda", gpus=("0", "1", "2", "3"), trainer_ranks=1), [1, 2], launch
+        options(tmp_path, device="cuda", gpus=("0", "1", "2", "3"), trainer_ranks=1), launch
     )
     visible = {process.name: process.env.get("CUDA_VISIBLE_DEVICES") for process in planned}
     assert visible == {
@@ -301,9 +296,6 @@ def test_trainers_and_samplers_get_the_gpus_in_turn(tmp_path: Path) -> None:
         "trainer-1": "1",
         "sampler-1": "3",
     }
-    # What the launcher of its ranks is told last.
-    argv = planned[1].argv
-    assert argv[argv.index("--metrics-port") - 1] == "0"
     assert dict(itertools.pairwise(planned[2].argv))["--gpu-memory-utilization"] == "0.9"
 
 
@@ -327,7 +319,7 @@ def test_adapters_in_float32_are_refused_on_gpus_where_they_would_be_sampled(tmp
 def test_gateways_and_trainers_are_told_where_checkpoints_are_kept(tmp_path: Path) -> None:
     told = {
         process.name: "s3://bucket/x" in process.argv
-        for process in plan.processes(options(tmp_path, checkpoint_store="s3://bucket/x"), [1, 2], launch)
+        for process in plan.processes(options(tmp_path, checkpoint_store="s3://bucket/x"), launch)
     }
     assert told == {
         "gateway-0": True,
@@ -339,7 +331,7 @@ def test_gateways_and_trainers_are_told_where_checkpoints_are_kept(tmp_path: Pat
 
 
 def test_gateways_are_told_which_loss_runs_in_place_of_stable_reinforce(tmp_path: Path) -> None:
-    gateway, *others = plan.processes(options(tmp_path, stable_reinforce_as="ppo"), [1, 2], launch)
+    gateway, *others = plan.processes(options(tmp_path, stable_reinforce_as="ppo"), launch)
     assert dict(itertools.pairwise(gateway.argv))["--stable-reinforce-as"] == "ppo"
     assert not any("--stable-reinforce-as" in process.argv for process in others)
 
@@ -360,7 +352,7 @@ def test_a_trainer_on_several_machines_is_started_as_their_head_and_the_others_c
     assert mistakes(settings) == []
     head = plan.nodes(settings)
     assert head == Nodes(3, 0, "10.0.0.7", 29400, "eth0")
-    planned = plan.processes(settings, [1], lambda ranks, port, args, gpus: node_command(head, ranks, args))
+    planned = plan.processes(settings, lambda ranks, args: node_command(head, ranks, args))
     said, command = plan.followers(settings, planned)
     assert "On the others, with --node-rank 1 to 2 and with the TINSMITH_ variables" in said
     words = shlex.split(command)
@@ -372,7 +364,7 @@ def test_a_trainer_on_several_machines_is_started_as_their_head_and_the_others_c
 def test_one_machine_has_nobody_to_wait_for(tmp_path: Path) -> None:
     settings = options(tmp_path)
     assert plan.nodes(settings) is None
-    assert plan.followers(settings, plan.processes(settings, [1, 2], launch)) == []
+    assert plan.followers(settings, plan.processes(settings, launch)) == []
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,14 +12,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from services.common.contract.errors import Internal, InvalidRequest, TinsmithError
 from services.common.worlds.sharding import Sharding
 from services.launcher.machine import free_port
 from services.trainer import config
+from services.trainer.compute.base_model import init_distributed
 from services.trainer.server import load
 from services.trainer.world.channel import Channel, WorldFailure
-from services.trainer.world.launch import launch_command
+from services.trainer.world.launch import launch_command, rank_arguments
 
 FLAGS = ["--model", "org/name=/models/x", "--data-dir", "data", "--device", "cpu"]
 
@@ -114,34 +115,35 @@ def test_a_micro_batch_on_a_cpu_is_small_unless_it_is_said_otherwise() -> None:
     assert config.parse([*FLAGS, "--micro-batch-tokens", "64"]).micro_batch_tokens == 64
 
 
-def devices(command: list[str]) -> list[object]:
-    world = next(part for part in command if part.startswith("--world_info="))
-    return json.loads(base64.urlsafe_b64decode(world.split("=", 1)[1]))["localhost"]
+def test_a_rank_without_a_gpu_of_its_own_says_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(InvalidRequest, match="2 ranks need as many GPUs, and 1 are visible here"):
+        init_distributed("cuda")
 
 
-def test_the_launch_command_has_a_device_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = launch_command(2, 29511, ["--id", "trainer-0"])
-    assert devices(command) == [0, 1]
-    assert command[-2:] == ["--id", "trainer-0"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,8")
-    assert devices(launch_command(2, 29511, [])) == ["5", "7"]
-    assert devices(launch_command(2, 29511, [], ["1", "3"])) == ["1", "3"]
-    with pytest.raises(ValueError, match="4 trainer ranks"):
-        launch_command(4, 29511, [])
+def test_a_world_of_no_ranks_is_refused() -> None:
+    done = subprocess.run(launch_command(0, []), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "--ranks must be above 0" in done.stderr
 
 
 STARTS = """
 import subprocess, sys, time
-print(subprocess.Popen(sys.argv[1:]).pid, flush=True)
+from services.trainer.world.launch import launch_command, rank_arguments
+commands = {"alone": lambda: launch_command(1, sys.argv[2:])}
+commands["agent"] = lambda: [sys.executable, *rank_arguments(sys.argv[2:])]
+print(subprocess.Popen(commands[sys.argv[1]]()).pid, flush=True)
 time.sleep(600)
 """
 
 
-def test_a_single_rank_ends_with_who_started_it_also_while_it_imports(tmp_path: Path) -> None:
+@pytest.mark.parametrize("who", ["alone", "agent"])
+def test_a_rank_ends_with_who_started_it_also_while_it_imports(tmp_path: Path, who: str) -> None:
     flags = ["--model", "a/b=/nowhere", "--data-dir", str(tmp_path)]
-    command = [sys.executable, "-c", STARTS, *launch_command(1, free_port(), flags)]
     # Where there is no Redis it would wait for one.
     environment = {**os.environ, "TINSMITH_REDIS_URL": f"redis://127.0.0.1:{free_port()}/0"}
+    command = [sys.executable, "-c", STARTS, who, *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as starter:
         assert starter.stdout is not None
         rank = psutil.Process(int(starter.stdout.readline()))
@@ -156,6 +158,13 @@ def test_a_single_rank_ends_with_who_started_it_also_while_it_imports(tmp_path: 
             starter.kill()
             if rank.is_running():
                 rank.kill()
+
+
+def test_a_rank_whose_agent_ended_before_it_began_is_killed() -> None:
+    arguments = rank_arguments(["--help"])
+    arguments[arguments.index(str(os.getpid()))] = str(os.getppid())
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")
 
 
 class TwoRanks(Channel):

@@ -1,4 +1,4 @@
-"""Worlds of one and two ranks, ZeRO 0 and 3, started by DeepSpeed's launcher, against plain PyTorch."""
+"""Worlds of one and two ranks, ZeRO 0 and 3, against plain PyTorch."""
 
 from __future__ import annotations
 

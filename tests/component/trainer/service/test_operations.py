@@ -1,4 +1,4 @@
-"""Training by the trainer service: a world under the DeepSpeed launcher, real Redis, gRPC."""
+"""Training by the trainer service: a world of ranks, real Redis, gRPC."""
 
 from __future__ import annotations
 

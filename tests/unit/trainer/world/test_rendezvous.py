@@ -45,6 +45,21 @@ def test_the_head_is_the_first_whoever_comes_first_and_listens_on_its_address_al
     assert listening == [HOST]
 
 
+def test_one_node_waits_for_nobody_takes_a_free_port_and_hears_its_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(refusals.VARIABLE, "")
+    alone = Rendezvous(node(0, 0, wait=0.1, count=1))
+    met = alone.next_rendezvous()
+    assert (met.rank, met.world_size) == (0, 1)
+    assert met.bootstrap_store_info is not None and met.bootstrap_store_info.master_addr == HOST
+    assert not alone.is_over() and alone.refusal() == ""
+    refusals.tell("rank 1: give less")
+    assert alone.is_over() and alone.refusal() == "rank 1: give less"
+    monkeypatch.setattr(rendezvous, "_HEARD_S", 3600)
+    alone.until_heard()
+
+
 def test_a_node_that_does_not_come_is_named() -> None:
     port = free_port()
     with pytest.raises(Unavailable, match=f"of 2 nodes, node 1 did not come to {HOST}:{port} within 0.5 s"):
