@@ -148,6 +148,12 @@ def test_two_nodes_train_as_one_machine_does_and_come_back_when_a_follower_dies(
             twin.run(**kind)
         assert model.step() == twin.step()
 
+        # A head that is killed outright takes its rank with it, which dismisses nobody.
+        ranks = [process for process in head.processes() if process.pid != head.process.pid]
+        head.process.kill()
+        assert psutil.wait_procs(ranks, timeout=60)[1] == []
+        head = HeadWorld(nodes, redis_url, model_dir, tmp_path / "nodes", 2, stage, *FLAGS)
+
         # The head dismisses the others.
         assert head.stop() == 0
         assert follower.process.wait(120) == 0
