@@ -125,10 +125,7 @@ def test_every_listening_socket_is_known_and_on_loopback(
             if port not in names and not ranks:
                 unknown[port] = command
     assert unknown == {}
-    assert set(names.values()) == {
-        *("HTTP", "gRPC", "Redis", "gRPC of a trainer", "gRPC of a sampler"),
-        "rendezvous of a trainer's ranks",
-    }
+    assert set(names.values()) == {"HTTP", "gRPC", "Redis", "gRPC of a trainer", "gRPC of a sampler"}
 
 
 def test_a_local_user_without_the_clusters_certificate_is_not_answered_by_a_trainer(cluster: Cluster) -> None:
