@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from services.common.contract.errors import InvalidRequest
 from services.common.state.poison import Met
 from services.common.state.registry import ServiceRecord
 from services.gateway.administration.administration import Service
@@ -14,7 +13,6 @@ from services.gateway.records.listed import Cursor
 from services.gateway.records.session import SessionRecord
 from tinsmith.v1 import admin_pb2
 
-PAGE, MOST = 100, 1000
 _KINDS = {
     "gateway": admin_pb2.SERVICE_KIND_GATEWAY,
     "trainer": admin_pb2.SERVICE_KIND_TRAINER,
@@ -30,7 +28,7 @@ class ClusterCalls(Calls):
     ) -> admin_pb2.ListClusterSessionsResponse:
         page = await self._app.administration.sessions(
             named(request.owner) if request.owner else "",
-            entries(request.page_size),
+            paging.entries(request.page_size),
             paging.cursor_of(request.page_token),
         )
         return admin_pb2.ListClusterSessionsResponse(
@@ -51,7 +49,7 @@ class ClusterCalls(Calls):
         self, request: admin_pb2.ListServicesRequest, context: Context
     ) -> admin_pb2.ListServicesResponse:
         found = await self._app.administration.services()
-        after, most = _name(request.page_token), entries(request.page_size)
+        after, most = _name(request.page_token), paging.entries(request.page_size)
         later = [one for one in found if not after or _place(one) > after]
         return admin_pb2.ListServicesResponse(
             services=[_service(one) for one in later[:most]],
@@ -80,7 +78,7 @@ class ClusterCalls(Calls):
         self, request: admin_pb2.ListUnreadableRequest, context: Context
     ) -> admin_pb2.ListUnreadableResponse:
         found, more = await self._app.administration.set_aside(
-            entries(request.page_size), _name(request.page_token)
+            paging.entries(request.page_size), _name(request.page_token)
         )
         return admin_pb2.ListUnreadableResponse(
             unreadable=[_unreadable(met) for met in found],
@@ -97,7 +95,7 @@ class ClusterCalls(Calls):
         self, request: admin_pb2.ListOwnersRequest, context: Context
     ) -> admin_pb2.ListOwnersResponse:
         found, more = await self._app.administration.owners(
-            entries(request.page_size), _name(request.page_token)
+            paging.entries(request.page_size), _name(request.page_token)
         )
         most = self._app.limits.owners
         return admin_pb2.ListOwnersResponse(
@@ -113,17 +111,6 @@ class ClusterCalls(Calls):
             ),
             next_page_token=_token(found[-1].owner if more else ""),
         )
-
-
-def entries(page_size: int) -> int:
-    """Entries of a page.
-
-    Raises:
-        InvalidRequest: no page has so many.
-    """
-    if not 0 <= page_size <= MOST:
-        raise InvalidRequest(f"page_size must be 1 to {MOST}, not {page_size}", field="page_size")
-    return page_size or PAGE
 
 
 def _name(token: str) -> str:

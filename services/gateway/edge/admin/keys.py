@@ -14,7 +14,6 @@ from services.gateway.identity.key import KeyRecord, Rights
 from services.gateway.records.listed import Cursor
 from tinsmith.v1 import admin_pb2
 
-_PAGE, _MOST = 100, 1000
 _LONGEST_S = 100 * 366 * 86400
 _ROLES: dict[admin_pb2.KeyRole.ValueType, str] = {
     admin_pb2.KEY_ROLE_USER: "user",
@@ -42,9 +41,7 @@ class KeyCalls(Calls):
     async def ListKeys(
         self, request: admin_pb2.ListKeysRequest, context: Context
     ) -> admin_pb2.ListKeysResponse:
-        most = request.page_size or _PAGE
-        if not 1 <= most <= _MOST:
-            raise InvalidRequest(f"page_size must be 1 to {_MOST}, not {most}", field="page_size")
+        most = paging.entries(request.page_size)
         after = paging.cursor_of(request.page_token)
         kept = [
             one for one in await self._app.key_store.all() if after is None or _place(one) > _after(after)

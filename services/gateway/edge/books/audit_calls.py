@@ -6,13 +6,11 @@ import math
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from services.common.contract.errors import InvalidRequest
 from services.gateway.audit.pages import Window, place_of, token_of
 from services.gateway.audit.record import AuditRecord, of_events
+from services.gateway.edge.grpc import paging
 from services.gateway.edge.grpc.calls import Calls, Context
 from tinsmith.v1 import audit_pb2
-
-_PAGE, _MOST = 100, 1000
 
 
 class AuditCalls(Calls):
@@ -21,9 +19,7 @@ class AuditCalls(Calls):
     async def ListAuditRecords(
         self, request: audit_pb2.ListAuditRecordsRequest, context: Context
     ) -> audit_pb2.ListAuditRecordsResponse:
-        most = request.page_size or _PAGE
-        if not 1 <= most <= _MOST:
-            raise InvalidRequest(f"page_size must be 1 to {_MOST}, not {most}", field="page_size")
+        most = paging.entries(request.page_size)
         window = Window(
             _seconds(request.start_time) if request.HasField("start_time") else 0.0,
             _seconds(request.end_time) if request.HasField("end_time") else math.inf,

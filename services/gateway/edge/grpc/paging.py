@@ -11,7 +11,19 @@ import math
 from services.common.contract.errors import InvalidRequest
 from services.gateway.records.listed import Cursor
 
+_PAGE, _MOST = 100, 1000
 _MOST_CHARS = 1000
+
+
+def entries(page_size: int) -> int:
+    """Entries of a page.
+
+    Raises:
+        InvalidRequest: no page has so many.
+    """
+    if not 0 <= page_size <= _MOST:
+        raise InvalidRequest(f"page_size must be 1 to {_MOST}, not {page_size}", field="page_size")
+    return page_size or _PAGE
 
 
 def cursor_of(token: str) -> Cursor | None:
