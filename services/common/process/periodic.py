@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 from prometheus_client import Counter, Gauge
 from redis.exceptions import RedisError
@@ -29,21 +28,6 @@ _EXPECTED = (TinsmithError, RedisError, OSError)
 """What the world does to a step. Anything else is a mistake of the program, and is logged with its place."""
 
 
-@dataclass
-class Counts:
-    """How a work went so far.
-
-    Attributes:
-        runs: steps that began.
-        failures: those that failed.
-        streak: those that failed since one did not.
-    """
-
-    runs: int = 0
-    failures: int = 0
-    streak: int = 0
-
-
 class Periodic:
     """One step, repeated from `start` to `stop`.
 
@@ -54,14 +38,14 @@ class Periodic:
         deadline: seconds after which a step is cancelled, and has failed.
 
     Attributes:
-        counts: of all steps.
+        failures_in_a_row: steps that failed since one did not.
     """
 
     def __init__(
         self, name: str, seconds: float, step: Callable[[], Awaitable[object]], deadline: float
     ) -> None:
         self.name = name
-        self.counts = Counts()
+        self.failures_in_a_row = 0
         self._seconds = seconds
         self._step = step
         self._deadline = deadline
@@ -84,7 +68,6 @@ class Periodic:
             await asyncio.sleep(self._seconds)
 
     async def _once(self) -> None:
-        self.counts.runs += 1
         limit = asyncio.timeout(self._deadline)
         try:
             async with limit:
@@ -93,9 +76,8 @@ class Periodic:
             raise
         except Exception as error:
             FAILURES.labels(self.name).inc()
-            self.counts.failures += 1
-            self._streak(self.counts.streak + 1)
-            if self.counts.streak == 1:
+            self._streak(self.failures_in_a_row + 1)
+            if self.failures_in_a_row == 1:
                 why = f"it took longer than {self._deadline:g} s" if limit.expired() else str(error)
                 place = None if isinstance(error, _EXPECTED) else error
                 log.warning(
@@ -106,11 +88,11 @@ class Periodic:
                     exc_info=place,
                 )
             return
-        if self.counts.streak:
-            log.info("%s works again, after %d failures", self.name, self.counts.streak)
+        if self.failures_in_a_row:
+            log.info("%s works again, after %d failures", self.name, self.failures_in_a_row)
             self._streak(0)
 
     def _streak(self, failures: int) -> None:
         # Works of one name, such as renewals of one kind, are one series.
-        IN_A_ROW.labels(self.name).inc(failures - self.counts.streak)
-        self.counts.streak = failures
+        IN_A_ROW.labels(self.name).inc(failures - self.failures_in_a_row)
+        self.failures_in_a_row = failures

@@ -120,7 +120,7 @@ class KeyRing:
     @property
     def trouble(self) -> int:
         """Lines of the file that let nobody in, or 1 while it cannot be read."""
-        return len(self._file.wrong) or int(self._file_looks.counts.streak > 0)
+        return len(self._file.wrong) or int(self._file_looks.failures_in_a_row > 0)
 
     @property
     def of_file(self) -> list[KeyRecord]:
