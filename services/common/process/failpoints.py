@@ -81,26 +81,16 @@ def hit(point: str) -> None:
         InjectedFault: the point's action is `error`.
         Exception: it is `oom` or `device`: what stands for that in this process.
     """
-    if not _text:
-        return
-    action = _next_action(point)
-    if action is None:
-        return
-    if action.kind in ("kill", "delay"):
-        time.sleep(action.seconds)
-    _carry_out(action, point)
+    if _text and (action := _next_action(point)) is not None:
+        time.sleep(action.pause)
+        _carry_out(action, point)
 
 
 async def reach(point: str) -> None:
     """`hit` for a coroutine: other tasks go on while it waits."""
-    if not _text:
-        return
-    action = _next_action(point)
-    if action is None:
-        return
-    if action.kind in ("kill", "delay"):
-        await asyncio.sleep(action.seconds)
-    _carry_out(action, point)
+    if _text and (action := _next_action(point)) is not None:
+        await asyncio.sleep(action.pause)
+        _carry_out(action, point)
 
 
 @cache

@@ -88,20 +88,14 @@ class ObjectStorage(Storage):
         manifest = self._whole(key)
         if manifest is None:
             manifest = Manifest(uuid.uuid4().hex, {})
-            try:
-                with self._temporary() as directory:
-                    for name, write in files.items():
-                        path = directory / name
-                        with on_local_disk(self._staging):
-                            write(path)
-                        self._fs.put_file(str(path), self._file(key, manifest, name))
-                        manifest.files[name] = path.stat().st_size
-                        path.unlink()
-                self._fs.pipe_file(self._object(key, _MANIFEST), msgspec.json.encode(manifest))
-            except BaseException:
-                with suppress(Exception):
-                    self._fs.rm(self._object(key, manifest.prefix), recursive=True)
-                raise
+            with self._written_whole(key, manifest), self._temporary() as directory:
+                for name, write in files.items():
+                    path = directory / name
+                    with on_local_disk(self._staging):
+                        write(path)
+                    self._fs.put_file(str(path), self._file(key, manifest, name))
+                    manifest.files[name] = path.stat().st_size
+                    path.unlink()
         return sum(manifest.files.values())
 
     @_with_os_errors
@@ -111,16 +105,23 @@ class ObjectStorage(Storage):
             if origin is None:
                 return None
             manifest = Manifest(uuid.uuid4().hex, origin.files)
-            try:
+            with self._written_whole(target, manifest):
                 for name in manifest.files:
                     go_on()
                     self._fs.cp_file(self._file(source, origin, name), self._file(target, manifest, name))
-                self._fs.pipe_file(self._object(target, _MANIFEST), msgspec.json.encode(manifest))
-            except BaseException:
-                with suppress(Exception):
-                    self._fs.rm(self._object(target, manifest.prefix), recursive=True)
-                raise
         return sum(manifest.files.values())
+
+    @contextmanager
+    def _written_whole(self, key: Key, manifest: Manifest) -> Iterator[None]:
+        """Within it the files of a manifest are written. At its end they are the version, after an error they
+        are taken away."""
+        try:
+            yield
+            self._fs.pipe_file(self._object(key, _MANIFEST), msgspec.json.encode(manifest))
+        except BaseException:
+            with suppress(Exception):
+                self._fs.rm(self._object(key, manifest.prefix), recursive=True)
+            raise
 
     @_with_os_errors
     def versions(self, model_id: str, checkpoint_id: str) -> list[int]:

@@ -55,6 +55,11 @@ class Action:
     at: int = 1
     times: int = 1
 
+    @property
+    def pause(self) -> float:
+        """Seconds that whoever gets there waits before it is carried out."""
+        return self.seconds if self.kind in ("kill", "delay") else 0.0
+
     def __str__(self) -> str:
         return f"{self.kind}:{self.seconds}@{self.at}*{self.times}"
 
