@@ -144,6 +144,18 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 """Least and most that a number may be."""
 
+_WORDS: dict[str, tuple[str, ...]] = {
+    "device": get_args(Device),
+    "dtype": get_args(Dtype),
+    "log_format": logs.FORMATS,
+    "access_log": ("yes", "no"),
+    "kv_cache_dtype": get_args(KvCacheDtype),
+    "head_dtype": get_args(HeadDtype),
+    "quantization": get_args(Quantization),
+    "model_runner": get_args(ModelRunner),
+}
+"""What a word may be."""
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -155,18 +167,16 @@ def _parser() -> argparse.ArgumentParser:
     def flag(name: str, help_text: str, default: object = None, **kwargs: object) -> None:
         variable = "TINSMITH_" + name.lstrip("-").replace("-", "_").upper()
         value = os.environ.get(variable, default)
-        parser.add_argument(name, default=value, required=value is None, help=help_text, **kwargs)  # type: ignore[arg-type]
+        choices = _WORDS.get(name.lstrip("-").replace("-", "_"))
+        parser.add_argument(
+            name, default=value, required=value is None, choices=choices, help=help_text, **kwargs
+        )  # type: ignore[arg-type]
 
     flag("--id", "name of this process, for example sampler-0")
     flag("--model", "NAME=PATH: name SDK users pass, and directory or hub id", metavar="NAME=PATH")
     flag("--data-dir", "directory shared with gateway and trainer", type=Path)
-    flag("--device", "where to run (default auto)", "auto", choices=("auto", "cpu", "cuda"))
-    flag(
-        "--dtype",
-        "default auto: bfloat16 on CUDA, float32 on CPU",
-        "auto",
-        choices=("auto", "float32", "bfloat16"),
-    )
+    flag("--device", "where to run (default auto)", "auto")
+    flag("--dtype", "default auto: bfloat16 on CUDA, float32 on CPU", "auto")
     flag("--host", "address to listen on", "127.0.0.1")
     flag("--port", "port to listen on, 0 = a free one", 0, type=int)
     flag(
@@ -177,8 +187,8 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
     )
     flag("--metrics-port", "port of Prometheus' /metrics; 0 = none", 0, type=int)
-    flag("--log-format", "lines to read, or JSON objects to search", "text", choices=logs.FORMATS)
-    flag("--access-log", "yes: a line in the log for every call", "no", choices=("yes", "no"))
+    flag("--log-format", "lines to read, or JSON objects to search", "text")
+    flag("--access-log", "yes: a line in the log for every call", "no")
     flag("--advertise-host", "name under which others reach this host", "127.0.0.1")
     flag("--max-context", "most tokens of prompt and answer; 0 = choose", 0, type=int)
     flag("--max-loras", "adapters in one engine step; 0 = adapters are not sampled", 8, type=int)
@@ -187,16 +197,10 @@ def _parser() -> argparse.ArgumentParser:
     flag("--full-snapshot-cache-gib", "host memory for snapshots of full models", 16.0, type=float)
     flag("--kv-cache-gib", "memory of each worker for keys and values; 0 = choose", 0.0, type=float)
     flag("--machine-samplers", "that share the memory, where that is chosen on a CPU", 1, type=int)
-    flag("--kv-cache-dtype", "fp8: on CUDA, twice the room", "auto", choices=("auto", "fp8"))
-    flag("--head-dtype", "float32: logits of any model", "auto", choices=("auto", "float32"))
-    kinds = get_args(Quantization)
-    flag("--quantization", "of weights; auto: as the model's files are", "auto", choices=kinds)
-    flag(
-        "--model-runner",
-        "of vLLM; auto: v1 on a CPU or with drafts, else vLLM's choice",
-        "auto",
-        choices=("auto", "v1", "v2"),
-    )
+    flag("--kv-cache-dtype", "fp8: on CUDA, twice the room", "auto")
+    flag("--head-dtype", "float32: logits of any model", "auto")
+    flag("--quantization", "of weights; auto: as the model's files are", "auto")
+    flag("--model-runner", "of vLLM; auto: v1 on a CPU or with drafts, else vLLM's choice", "auto")
     flag("--speculative-ngram-tokens", "tokens drafted for each sequence and step; 0 = none", 0, type=int)
     flag("--gpu-memory-utilization", "fraction of GPU memory to use", 0.4, type=float)
     flag("--tensor-parallel-size", "GPUs that share each layer", 1, type=int)
@@ -226,15 +230,7 @@ def parse(argv: list[str] | None = None) -> SamplerConfig:
             flag = "--" + setting.replace("_", "-")
             most = "" if math.isinf(high) else f" and at most {high:g}"
             raise InvalidRequest(f"{flag} is {args[setting]}; it must be at least {low:g}{most}")
-    choices = {
-        "log_format": logs.FORMATS,
-        "access_log": ("yes", "no"),
-        "kv_cache_dtype": get_args(KvCacheDtype),
-        "head_dtype": get_args(HeadDtype),
-        "quantization": get_args(Quantization),
-        "model_runner": get_args(ModelRunner),
-    }
-    for setting, words in choices.items():
+    for setting, words in _WORDS.items():
         # argparse does not check a default, which the environment may have given.
         if args[setting] not in words:
             flag = "--" + setting.replace("_", "-")

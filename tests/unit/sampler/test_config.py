@@ -68,9 +68,19 @@ def test_what_a_device_cannot_do_is_refused_when_the_device_is_known() -> None:
             config.check_device(settings, "cpu")
 
 
-def test_a_wrong_word_of_the_environment_is_refused_like_a_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TINSMITH_HEAD_DTYPE", "bfloat16")
-    with pytest.raises(InvalidRequest, match="--head-dtype is 'bfloat16'; it must be one of auto, float32"):
+@pytest.mark.parametrize(
+    ("variable", "word", "refusal"),
+    [
+        ("HEAD_DTYPE", "bfloat16", "--head-dtype is 'bfloat16'; it must be one of auto, float32"),
+        ("DTYPE", "float16", "--dtype is 'float16'; it must be one of auto, float32, bfloat16"),
+        ("DEVICE", "gpu", "--device is 'gpu'; it must be one of auto, cpu, cuda"),
+    ],
+)
+def test_a_wrong_word_of_the_environment_is_refused_like_a_flags(
+    monkeypatch: pytest.MonkeyPatch, variable: str, word: str, refusal: str
+) -> None:
+    monkeypatch.setenv(f"TINSMITH_{variable}", word)
+    with pytest.raises(InvalidRequest, match=refusal):
         config.parse(ARGUMENTS)
 
 
