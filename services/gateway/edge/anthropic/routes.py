@@ -12,7 +12,7 @@ from services.gateway.edge.anthropic import answers, questions, requests
 from services.gateway.edge.http.codec import messages as messages_in
 from services.gateway.edge.http.routes import Call, Handler, reply
 from services.gateway.edge.inference.chat import Conversation, Reply, prompt_of, prompted
-from services.gateway.edge.inference.endpoint import endpoint, streamed, typed
+from services.gateway.edge.inference.endpoint import routes_of, streamed, typed
 from services.gateway.edge.inference.unserved import refuse_unserved
 from services.gateway.inference.inference import Model
 from services.gateway.inference.question import Done, New, Question, parse_model
@@ -123,12 +123,4 @@ TABLE: tuple[tuple[str, str, Handler], ...] = (
 
 
 def routes(application: Application) -> list[Route]:
-    return [
-        Route(
-            f"{path}/{below}",
-            endpoint(application, f"{method} {below}", handler, answers.error),
-            methods=[method],
-        )
-        for path in PATHS
-        for method, below, handler in TABLE
-    ]
+    return routes_of(application, PATHS, TABLE, answers.error)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ import msgspec
 from redis.exceptions import RedisError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from services.common.contract.errors import Internal, TinsmithError
@@ -69,6 +70,21 @@ def endpoint(
             return refusal(typed(error, request), form)
 
     return answer
+
+
+def routes_of(
+    application: Application, paths: Sequence[str], table: Sequence[tuple[str, str, Handler]], form: ErrorForm
+) -> list[Route]:
+    """The routes of an API, below each of the paths that it is served at.
+
+    Args:
+        table: method, path, handler.
+    """
+    return [
+        Route(f"{path}/{below}", endpoint(application, f"{method} {below}", handler, form), methods=[method])
+        for path in paths
+        for method, below, handler in table
+    ]
 
 
 def key_of(request: Request) -> str | None:

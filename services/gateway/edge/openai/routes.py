@@ -7,7 +7,7 @@ from starlette.routing import Route
 
 from services.gateway.application import Application
 from services.gateway.edge.http.routes import Call, Handler, reply
-from services.gateway.edge.inference.endpoint import endpoint
+from services.gateway.edge.inference.endpoint import routes_of
 from services.gateway.edge.openai import answers
 from services.gateway.edge.openai.chats import chat_completions
 from services.gateway.edge.openai.completions import completions
@@ -41,12 +41,4 @@ TABLE: tuple[tuple[str, str, Handler], ...] = (
 
 
 def routes(application: Application) -> list[Route]:
-    return [
-        Route(
-            f"{path}/{below}",
-            endpoint(application, f"{method} {below}", handler, answers.error),
-            methods=[method],
-        )
-        for path in PATHS
-        for method, below, handler in TABLE
-    ]
+    return routes_of(application, PATHS, TABLE, answers.error)
