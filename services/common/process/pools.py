@@ -68,8 +68,8 @@ class Pool:
                 return running.result()
             raise Unavailable(f"no {self._name} within {self._deadline:g} s; try again later") from error
         finally:
-            # What waits for a thread never runs. Also who is cancelled here does not wait any more. The thread
-            # is told at once: what is chained to it hears of it in another turn of the loop.
+            # What waits for a thread never runs. Also who is cancelled here does not wait any more. The
+            # thread is told at once: what is chained to it hears of it in another turn of the loop.
             begun.cancel()
             running.cancel()
             if late is not None and not handed:

@@ -12,8 +12,8 @@ import inspect
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
-from functools import cache, partial
+from contextlib import aclosing, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import grpc
@@ -103,13 +103,42 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def _wrap(self, handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
         inner, make = _parts(handler)
-        stream = partial(_guarded_stream, write_s=self._write_s)
-        guard = stream if inspect.isasyncgenfunction(inner) else _guarded
+        answer = self._streamed if inspect.isasyncgenfunction(inner) else self._whole
+
+        async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            traceparent = _traceparent(context.invocation_metadata() or (), self._follows)
+            with measured(method, traceparent, self._tells, lambda: _CODES.get(context.code(), "OK")):
+                try:
+                    if self._tls is not None:
+                        self._tls.check(context.auth_context())
+                    return await answer(inner, request, context)
+                except grpc.aio.AbortError:
+                    raise
+                except Exception as error:
+                    await _abort(context, typed(error, method))
+
         return make(
-            guard(inner, method, self._tells, self._tls, self._follows),
+            guarded,
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
+
+    async def _whole(
+        self, inner: Callable[..., Awaitable[Any]], request: Any, context: grpc.aio.ServicerContext
+    ) -> Any:
+        reply = await inner(request, context)
+        if self._tells:
+            count(request, reply)
+        return reply
+
+    async def _streamed(
+        self, inner: Callable[..., AsyncGenerator[Any]], request: Any, context: grpc.aio.ServicerContext
+    ) -> None:
+        async with aclosing(inner(request, context)) as replies:
+            async for reply in replies:
+                if self._tells:
+                    count(None, reply)
+                await write(context, reply, self._write_s)
 
 
 def _parts(handler: grpc.RpcMethodHandler) -> tuple[Any, Callable[..., grpc.RpcMethodHandler]]:
@@ -121,13 +150,6 @@ def _parts(handler: grpc.RpcMethodHandler) -> tuple[Any, Callable[..., grpc.RpcM
     if handler.stream_unary is not None:
         return handler.stream_unary, grpc.stream_unary_rpc_method_handler
     return handler.stream_stream, grpc.stream_stream_rpc_method_handler
-
-
-def _measured(
-    method: str, context: grpc.aio.ServicerContext, tells: bool, follows: Callable[[Any], bool]
-) -> AbstractContextManager[None]:
-    traceparent = _traceparent(context.invocation_metadata() or (), follows)
-    return measured(method, traceparent, tells, lambda: _CODES.get(context.code(), "OK"))
 
 
 @contextmanager
@@ -171,56 +193,6 @@ def count(request: Any, reply: Any) -> None:
         if isinstance(request, Message):
             about.received += request.ByteSize()
         about.sent += reply.ByteSize() if isinstance(reply, Message) else 0
-
-
-def _guarded(
-    inner: Callable[..., Awaitable[Any]],
-    method: str,
-    tells: bool,
-    tls: ServerTls | None,
-    follows: Callable[[Any], bool],
-) -> Callable[..., Awaitable[Any]]:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        with _measured(method, context, tells, follows):
-            try:
-                if tls is not None:
-                    tls.check(context.auth_context())
-                reply = await inner(request, context)
-                if tells:
-                    count(request, reply)
-                return reply
-            except grpc.aio.AbortError:
-                raise
-            except Exception as error:
-                await _abort(context, typed(error, method))
-
-    return guarded
-
-
-def _guarded_stream(
-    inner: Callable[..., AsyncGenerator[Any]],
-    method: str,
-    tells: bool,
-    tls: ServerTls | None,
-    follows: Callable[[Any], bool],
-    write_s: float,
-) -> Callable[..., Awaitable[Any]]:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> None:
-        with _measured(method, context, tells, follows):
-            try:
-                if tls is not None:
-                    tls.check(context.auth_context())
-                async with aclosing(inner(request, context)) as replies:
-                    async for reply in replies:
-                        if tells:
-                            count(None, reply)
-                        await write(context, reply, write_s)
-            except grpc.aio.AbortError:
-                raise
-            except Exception as error:
-                await _abort(context, typed(error, method))
-
-    return guarded
 
 
 def typed(error: Exception, method: str) -> errors.TinsmithError:
@@ -287,10 +259,6 @@ class RpcServer:
         """Reports NOT_SERVING, refuses new calls and lets running ones finish for `grace` seconds."""
         self._health.tell(("", *self._names), health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._server.stop(grace)
-
-    async def wait(self) -> None:
-        """Returns when the server has stopped."""
-        await self._server.wait_for_termination()
 
 
 async def serve(
