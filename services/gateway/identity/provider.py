@@ -8,7 +8,6 @@ are known count for an hour; then nobody can tell, and calls are refused so that
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +21,6 @@ from services.common.process.periodic import Periodic
 from services.common.process.pools import Pool
 from services.gateway.identity import owner
 from services.gateway.identity.key import ADMIN, READ, USER, Caller
-
-log = logging.getLogger(__name__)
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 KEY_ID = "provider:"

@@ -22,7 +22,6 @@ class SweepLease:
     """
 
     def __init__(self, client: redis.asyncio.Redis, key: str, gateway_id: str) -> None:
-        self._redis = client
         self._key = key
         self._gateway_id = gateway_id
         self._claim = Script(client, "claim")

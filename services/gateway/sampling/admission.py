@@ -31,11 +31,6 @@ class Admission:
         self._bytes = Shares(nbytes)
         self._held: dict[str, _Held] = {}
 
-    @property
-    def sequences(self) -> int:
-        """Sequences of the samples that wait or run."""
-        return self._sequences.used
-
     def class_of(self, owner: str) -> str:
         """The class of an owner, by its sequences (`owner_class`)."""
         return self._sequences.class_of(owner)
@@ -46,7 +41,7 @@ class Admission:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of their requests."""
+        """Bytes of the requests of samples that wait or run."""
         return self._bytes.used
 
     @property

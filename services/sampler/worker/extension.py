@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -49,8 +48,6 @@ from services.sampler.worker.adapters.slots import PackedAdapter
 from services.sampler.worker.gpu import memory
 from services.sampler.worker.jobs import Job, Outcome, Reporter
 from services.sampler.worker.runner import Runner, installed
-
-log = logging.getLogger(__name__)
 
 # A worker imports this file before it loads its model.
 text_models.register()
