@@ -202,10 +202,10 @@ def group(device: str, directory: Path) -> None:
         made = NcclGroup(store, 1, 0, 1, torch.device(device, torch.cuda.current_device()), 60)
     made.greet(60)
     for _ in range(2):
-        made.broadcast(sent, 60)
+        made.broadcast_buckets([sent], 60)
     made.abort()
     with pytest.raises(RuntimeError, match="given up"):
-        made.broadcast(sent, 60)
+        made.broadcast_buckets([sent], 60)
     assert torch.equal(sent.cpu().view(torch.int64), torch.arange(1000))
 
 

@@ -39,7 +39,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     max_operation_tokens: int = 0
     world_size: int = 1
     max_lora_rank: int = 0
-    max_sequences: int = 0
     adapts: bool = True
     full_models: bool = True
     routing: Routing | None = None

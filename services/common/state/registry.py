@@ -232,7 +232,6 @@ def facts(record: ServiceRecord) -> Facts:
         max_operation_tokens=record.max_operation_tokens,
         world_size=record.world_size,
         max_lora_rank=record.max_lora_rank,
-        max_sequences=record.max_sequences,
         adapts=record.adapts,
         full_models=record.full_models,
         routing=record.routing,

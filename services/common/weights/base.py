@@ -104,23 +104,23 @@ class WeightGroup(abc.ABC):
     epoch. Broadcasts of one group must be issued one at a time.
     """
 
-    def __init__(self, epoch: int, rank: int, world_size: int) -> None:
+    def __init__(self, epoch: int, rank: int) -> None:
         self.epoch = epoch
         self.rank = rank
-        self.world_size = world_size
         self._aborted = False
 
     def greet(self, timeout: float) -> None:
         """Carries one byte from rank 0 to all others: some media connect no sooner.
 
         Raises:
-            TimeoutError, RuntimeError: as `broadcast`.
+            TimeoutError, RuntimeError: as `broadcast_buckets`.
         """
         self._check_whole()
         self._broadcast_bucket(torch.zeros(1, dtype=torch.uint8), timeout, lambda _: None)
 
-    def broadcast(self, buffer: torch.Tensor, timeout: float) -> None:
-        """Sends a uint8 buffer from rank 0 to all others.
+    def broadcast_buckets(self, buckets: Iterable[torch.Tensor], timeout: float) -> None:
+        """Sends the bytes of uint8 tensors of BUCKET_BYTES each (the last may be shorter), of any device,
+        from rank 0 to all others. A bucket may be used again once the next one is asked for.
 
         Args:
             timeout: seconds for all of it. A bucket has `most_seconds` of its own bytes, so that a member
@@ -129,16 +129,6 @@ class WeightGroup(abc.ABC):
         Raises:
             TimeoutError, RuntimeError: a member did not take part in a bucket in time, or all of it took too
                 long; or the connection to a member broke.
-        """
-        self.broadcast_buckets(buffer.split(BUCKET_BYTES), timeout)
-
-    def broadcast_buckets(self, buckets: Iterable[torch.Tensor], timeout: float) -> None:
-        """Sends the bytes of uint8 tensors of BUCKET_BYTES each (the last may be shorter), of any device.
-
-        A bucket may be used again once the next one is asked for.
-
-        Raises:
-            TimeoutError, RuntimeError: as `broadcast`.
         """
         failpoints.hit("trainer.mid_broadcast")
         until = time.monotonic() + timeout
@@ -150,7 +140,7 @@ class WeightGroup(abc.ABC):
         each bucket taken where the medium has it.
 
         Raises:
-            TimeoutError, RuntimeError: as `broadcast`.
+            TimeoutError, RuntimeError: as `broadcast_buckets`.
         """
         failpoints.hit("sampler.mid_receive")
         until = time.monotonic() + timeout
@@ -164,7 +154,7 @@ class WeightGroup(abc.ABC):
         """Takes part in the transfer of `size` bytes and keeps none of them.
 
         Raises:
-            TimeoutError, RuntimeError: as `broadcast`.
+            TimeoutError, RuntimeError: as `broadcast_buckets`.
         """
         until = time.monotonic() + timeout
         scratch = torch.empty(min(size, BUCKET_BYTES), dtype=torch.uint8)

@@ -19,7 +19,7 @@ class GlooGroup(WeightGroup):
     """
 
     def __init__(self, store: dist.Store, epoch: int, rank: int, world_size: int, timeout: float) -> None:
-        super().__init__(epoch, rank, world_size)
+        super().__init__(epoch, rank)
         self._group: Any = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout))
 
     def _broadcast_bucket(self, bucket: torch.Tensor, timeout: float, arrived: Arrived) -> None:

@@ -51,7 +51,7 @@ class NcclGroup(WeightGroup):
     def __init__(
         self, store: dist.Store, epoch: int, rank: int, world_size: int, device: torch.device, timeout: float
     ) -> None:
-        super().__init__(epoch, rank, world_size)
+        super().__init__(epoch, rank)
         self._device = device
         self._stream = torch.cuda.Stream(device)
         options = dist.ProcessGroupNCCL.Options()

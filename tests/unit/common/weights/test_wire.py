@@ -78,7 +78,7 @@ def test_every_receiver_gets_the_senders_bytes(redis_url: str) -> None:
     for child in children:
         child.start()
     group = weights.join("org/model", 11, 0, 3, "cpu", redis_url, 120)
-    group.broadcast(buffer, 120)
+    group.broadcast_buckets(buffer.split(base.BUCKET_BYTES), 120)
     received = dict(results.get(timeout=120) for _ in children)
     over.set()
     assert received == {1: weights.checksum(buffer), 2: weights.checksum(buffer)}
@@ -108,7 +108,7 @@ def test_a_buffer_larger_than_a_bucket_arrives_whole(redis_url: str, monkeypatch
     buffer = torch.randint(0, 255, (4321,), dtype=torch.uint8)
     with ThreadPoolExecutor(1) as pool:
         received = pool.submit(receiver.receive, buffer.numel(), 30)
-        sender.broadcast(buffer, 30)
+        sender.broadcast_buckets(buffer.split(base.BUCKET_BYTES), 30)
         assert_arrived(received.result(timeout=120), buffer)
 
 
@@ -153,7 +153,7 @@ def test_a_stream_is_received_like_a_buffer_and_may_be_discarded(
         discarded.result(timeout=120)
         # Nothing of it is left on the wire.
         received = pool.submit(receiver.receive, 32, 30)
-        sender.broadcast(torch.full((32,), 7, dtype=torch.uint8), 30)
+        sender.broadcast_buckets([torch.full((32,), 7, dtype=torch.uint8)], 30)
         assert received.result(timeout=120)[0].tolist() == [7] * 32
 
 
@@ -206,7 +206,7 @@ class Recorded(weights.WeightGroup):
     """A medium that writes down how long it may take, and takes no time."""
 
     def __init__(self, now: list[float], seconds: float = 0.0) -> None:
-        super().__init__(1, 0, 2)
+        super().__init__(1, 0)
         self.limits: list[float] = []
         self._now, self._seconds = now, seconds
 
@@ -218,7 +218,7 @@ class Recorded(weights.WeightGroup):
         pass
 
 
-@pytest.mark.parametrize("way", ["broadcast", "receive", "discard"])
+@pytest.mark.parametrize("way", ["broadcast_buckets", "receive", "discard"])
 def test_a_bucket_has_the_deadline_of_its_own_bytes_and_all_of_them_the_deadline_that_was_given(
     monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
@@ -228,8 +228,8 @@ def test_a_bucket_has_the_deadline_of_its_own_bytes_and_all_of_them_the_deadline
     monkeypatch.setattr(base.time, "monotonic", lambda: now[0])
 
     def transfer(group: weights.WeightGroup, seconds: float) -> None:
-        what = torch.zeros(10_000, dtype=torch.uint8) if way == "broadcast" else 10_000
-        getattr(group, way)(what, seconds)
+        buckets = torch.zeros(10_000, dtype=torch.uint8).split(base.BUCKET_BYTES)
+        getattr(group, way)(buckets if way == "broadcast_buckets" else 10_000, seconds)
 
     group = Recorded(now)
     transfer(group, 300.0)
@@ -301,7 +301,7 @@ def test_an_aborted_group_sends_and_receives_nothing_more(redis_url: str) -> Non
     with pytest.raises(RuntimeError, match="given up"):
         receiver.receive(16, 30)
     with pytest.raises(RuntimeError, match="given up"):
-        sender.broadcast(torch.zeros(16, dtype=torch.uint8), 30)
+        sender.broadcast_buckets([torch.zeros(16, dtype=torch.uint8)], 30)
 
 
 def test_the_rendezvous_of_a_group_expires(redis_url: str) -> None:

@@ -90,7 +90,7 @@ def test_of_what_only_runs_forward_the_smallest_limit_holds_and_stays_known() ->
 
 
 def test_what_is_away_is_judged_by_what_it_said_last_and_what_lives_by_what_it_says() -> None:
-    said = Facts(vocab_size=100, context_length=32, max_lora_rank=8, max_sequences=4)
+    said = Facts(vocab_size=100, context_length=32, max_lora_rank=8)
     known = KnownModel("a/b", trainer=said, sampler=said)
     away = base_models.merge(view(known=(known,)))["a/b"]
     assert (away.context_length, away.max_train_rank, away.max_sample_rank) == (32, 8, 8)
