@@ -39,7 +39,8 @@ class Parts:
 def build(config: SamplerConfig, engine: Engine) -> Parts:
     """The parts around an engine that stands. Must be called in the loop that uses it."""
     data_dir = DataDir(config.data_dir)
-    full = FullSnapshots(engine, data_dir, Staging(int(config.full_snapshot_cache_gib * GIB), engine.workers))
+    staging = Staging(int(config.full_snapshot_cache_gib * GIB), engine.workers)
+    full = FullSnapshots(engine.weights, data_dir, staging)
     # Workers of one stage have at most all of an adapter each, those of another the rest.
     copies = config.tensor_parallel_size
     residency = Residency(int(config.snapshot_cache_gib * GIB), engine.first_adapter_id, copies)

@@ -51,7 +51,7 @@ from services.sampler.engine.sampling import (
 from services.sampler.engine.settings import PAST_LOADERS, adapts, started
 from services.sampler.engine.shifts.front import Shifts
 from services.sampler.engine.shifts.full_front import ModelWeights
-from services.sampler.engine.snapshot_key import Adapter, SnapshotKey, Weights
+from services.sampler.engine.snapshot_key import Adapter
 from services.sampler.worker.prompt_scores import ScorePlan, plan_of
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Engine:
         self._reports = Reports(config.workers)
         self._shifts = Shifts(self._llm, lambda: self.dead)
         self._calls = Workers(self._llm.collective_rpc, lambda: self.dead, self._reports, CALL_S)
-        self._weights = ModelWeights(self._llm, self._calls, self._runs, lambda: self.dead)
+        self.weights = ModelWeights(self._llm, self._calls, self._runs, lambda: self.dead)
 
     async def prepare(self) -> None:
         """Corrects the workers and runs one request, so that the first user does not wait for it."""
@@ -133,7 +133,7 @@ class Engine:
     @property
     def at_rest(self) -> bool:
         """It makes no steps, whatever it has, as its weights are looked at or replaced."""
-        return self._weights.at_rest
+        return self.weights.at_rest
 
     @property
     def generated_tokens(self) -> int:
@@ -268,7 +268,7 @@ class Engine:
         lora = adapter and LoRARequest(adapter.name, adapter.id, adapter.directory)
         # The engine's own number keeps ids unique when a gateway sends one request twice.
         name = f"{job.request_id}-{index}-{next(self._request_numbers)}"
-        prompt = vllm_prompt(job, before, self._weights.present)
+        prompt = vllm_prompt(job, before, self.weights.present)
 
         def take(output: RequestOutput, since: int) -> None:
             # Where a constraint has a dead end, its last token was not allowed: `whole` says so.
@@ -332,58 +332,3 @@ class Engine:
     async def drop_adapters(self, adapter_ids: list[int]) -> None:
         """Frees adapters that no request uses, at some later time if the workers do not answer."""
         await self._calls.free("tinsmith_drop", adapter_ids)
-
-    async def stage_weights(
-        self, stage_id: int | None, epoch: int, specs: list[list[Any]], checksum: int, seconds: float
-    ) -> None:
-        """Receives a full model over the weight group into each worker's host memory.
-
-        Args:
-            stage_id: what to keep it under; None = take part, and keep nothing.
-            specs: [name, dtype, shape] of each tensor of the stream.
-
-        Raises:
-            DataLoss, DeadlineExceeded.
-        """
-        await self._calls.run("tinsmith_stage", (stage_id, epoch, specs, checksum, seconds), seconds)
-
-    async def drop_staged(self, stage_ids: list[int]) -> None:
-        """Frees staged weights, at some later time if the workers do not answer."""
-        await self._calls.free("tinsmith_drop_staged", stage_ids)
-
-    async def check_weights(self, source: int | str, seconds: float) -> None:
-        """Whether weights fit this model; none is replaced. What runs stands still meanwhile.
-
-        Args:
-            source: id of staged weights, or a model's directory.
-
-        Raises:
-            InvalidRequest: they do not.
-            SnapshotNotFound, DataLoss: the directory is not whole.
-            Unfinished: as `swap_weights`.
-        """
-        await self._weights.check(source, seconds)
-
-    async def swap_weights(self, weights: Weights, source: int | str | None, seconds: float) -> None:
-        """Replaces the engine's weights. The caller sees to it that no request runs.
-
-        After an error the engine's weights are undefined until a swap succeeds.
-
-        Args:
-            weights: what they are of.
-            source: as of `check_weights`, which they passed; None = the base model's own files.
-
-        Raises:
-            Unfinished: workers may be at it for as long as they live, also where it began on some of several
-                alone; the engine makes no step any more.
-        """
-        await self._weights.swap(weights, source, seconds)
-
-    async def update_weights(self, weights: SnapshotKey, source: int | str | None, seconds: float) -> None:
-        """Replaces a full model's weights under the requests that run, all of this model, by newer ones. They
-        go on with these, and keep their keys and values. Arguments are those of `swap_weights`.
-
-        After an error the engine's weights are undefined and it makes no step until a swap succeeds, before
-        which the caller ends what runs.
-        """
-        await self._weights.update(weights, source, seconds)

@@ -57,28 +57,26 @@ class GivenUp(DeadlineExceeded):
         )
 
 
-class WeightEngine(Protocol):
+class EngineWeights(Protocol):
     """What this needs of an engine."""
 
-    async def stage_weights(
+    async def stage(
         self, stage_id: int | None, epoch: int, specs: list[list[object]], checksum: int, seconds: float
     ) -> None: ...
 
     async def drop_staged(self, stage_ids: list[int]) -> None: ...
 
-    async def check_weights(self, source: int | str, seconds: float) -> None: ...
+    async def check(self, source: int | str, seconds: float) -> None: ...
 
-    async def swap_weights(self, weights: Weights, source: int | str | None, seconds: float) -> None: ...
+    async def swap(self, weights: Weights, source: int | str | None, seconds: float) -> None: ...
 
-    async def update_weights(
-        self, weights: SnapshotKey, source: int | str | None, seconds: float
-    ) -> None: ...
+    async def update(self, weights: SnapshotKey, source: int | str | None, seconds: float) -> None: ...
 
 
 class FullSnapshots:
     """The full snapshots of one engine."""
 
-    def __init__(self, engine: WeightEngine, data_dir: DataDir, staging: Staging) -> None:
+    def __init__(self, engine: EngineWeights, data_dir: DataDir, staging: Staging) -> None:
         self._engine = engine
         self._data_dir = data_dir
         self._staging = staging
@@ -210,7 +208,7 @@ class FullSnapshots:
         """Receives a snapshot over the weight group into host memory, or lets it pass when there is no room.
 
         Raises:
-            DataLoss, DeadlineExceeded: as Engine.stage_weights.
+            DataLoss, DeadlineExceeded: as ModelWeights.stage.
         """
         nbytes = incoming.nbytes
         stage_id, dropped = self._staging.reserve(incoming.key, nbytes, self._coming)
@@ -218,7 +216,7 @@ class FullSnapshots:
             if dropped := [*self._unwanted, *dropped]:
                 self._unwanted.clear()
                 await self._engine.drop_staged(dropped)
-            await self._engine.stage_weights(
+            await self._engine.stage(
                 stage_id, incoming.epoch, incoming.layout, incoming.checksum, incoming.timeout
             )
         except BaseException:
@@ -236,9 +234,7 @@ class FullSnapshots:
 
     async def let_pass(self, incoming: IncomingSnapshot) -> None:
         """Takes part in the transfer of a snapshot, and keeps nothing. Raises as `receive`."""
-        await self._engine.stage_weights(
-            None, incoming.epoch, incoming.layout, incoming.checksum, incoming.timeout
-        )
+        await self._engine.stage(None, incoming.epoch, incoming.layout, incoming.checksum, incoming.timeout)
 
     async def until_lost(self) -> None:
         """Returns when the engine's weights are unsound for good: those who ended up there were failed, and
@@ -272,7 +268,7 @@ class FullSnapshots:
         source, self._coming = self._source(weights), weights
         try:
             if source is not None:
-                await self._engine.check_weights(source, SWAP_TIMEOUT_S)
+                await self._engine.check(source, SWAP_TIMEOUT_S)
         except Unfinished as error:
             self._give_up(weights, error)
         except Exception as error:
@@ -292,9 +288,9 @@ class FullSnapshots:
         weights = decision.weights
         try:
             if isinstance(decision, Swap):
-                await self._engine.swap_weights(decision.weights, source, SWAP_TIMEOUT_S)
+                await self._engine.swap(decision.weights, source, SWAP_TIMEOUT_S)
             else:
-                await self._engine.update_weights(decision.weights, source, SWAP_TIMEOUT_S)
+                await self._engine.update(decision.weights, source, SWAP_TIMEOUT_S)
         except Unfinished as error:
             self._give_up(weights, error)
         except Exception as error:

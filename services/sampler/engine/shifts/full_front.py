@@ -52,20 +52,63 @@ class ModelWeights:
         self.present: Weights = None
         self.at_rest = False
 
+    async def stage(
+        self, stage_id: int | None, epoch: int, specs: list[list[Any]], checksum: int, seconds: float
+    ) -> None:
+        """Receives a full model over the weight group into each worker's host memory.
+
+        Args:
+            stage_id: what to keep it under; None = take part, and keep nothing.
+            specs: [name, dtype, shape] of each tensor of the stream.
+
+        Raises:
+            DataLoss, DeadlineExceeded.
+        """
+        await self._calls.run("tinsmith_stage", (stage_id, epoch, specs, checksum, seconds), seconds)
+
+    async def drop_staged(self, stage_ids: list[int]) -> None:
+        """Frees staged weights, at some later time if the workers do not answer."""
+        await self._calls.free("tinsmith_drop_staged", stage_ids)
+
     async def check(self, source: int | str, seconds: float) -> None:
-        """As Engine.check_weights."""
+        """Whether weights fit this model; none is replaced. What runs stands still meanwhile.
+
+        Args:
+            source: id of staged weights, or a model's directory.
+
+        Raises:
+            InvalidRequest: they do not.
+            SnapshotNotFound, DataLoss: the directory is not whole.
+            Unfinished: as `swap`.
+        """
         async with self._stopped("keep", seconds):
             await self._run("tinsmith_check", source, seconds)
 
     async def swap(self, weights: Weights, source: int | str | None, seconds: float) -> None:
-        """As Engine.swap_weights."""
+        """Replaces the engine's weights. The caller sees to it that no request runs.
+
+        After an error the engine's weights are undefined until a swap succeeds.
+
+        Args:
+            weights: what they are of.
+            source: as of `check`, which they passed; None = the base model's own files.
+
+        Raises:
+            Unfinished: workers may be at it for as long as they live, also where it began on some of several
+                alone; the engine makes no step any more.
+        """
         # A request that was given up a moment ago may still be in a step: the pause waits for it.
         async with self._stopped("wait", seconds):
             await self._run("tinsmith_swap", source, seconds)
             self.present = weights
 
     async def update(self, weights: SnapshotKey, source: int | str | None, seconds: float) -> None:
-        """As Engine.update_weights."""
+        """Replaces a full model's weights under the requests that run, all of this model, by newer ones. They
+        go on with these, and keep their keys and values. Arguments are those of `swap`.
+
+        After an error the engine's weights are undefined and it makes no step until a swap succeeds, before
+        which the caller ends what runs.
+        """
         await self._pause("keep", seconds)
         await self._run("tinsmith_swap", source, seconds)
         former, self.present = self.present, weights

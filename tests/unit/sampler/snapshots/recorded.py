@@ -62,7 +62,7 @@ class Engine:
     async def drop_adapters(self, adapter_ids: list[int]) -> None:
         self.dropped += adapter_ids
 
-    async def stage_weights(
+    async def stage(
         self, stage_id: int | None, epoch: int, specs: list[list[object]], checksum: int, seconds: float
     ) -> None:
         self.staged.append(stage_id)
@@ -71,18 +71,18 @@ class Engine:
     async def drop_staged(self, stage_ids: list[int]) -> None:
         self.dropped_staged += stage_ids
 
-    async def check_weights(self, source: int | str, seconds: float) -> None:
+    async def check(self, source: int | str, seconds: float) -> None:
         self.checks.append(source)
         if self.unfit is not None:
             raise self.unfit
 
-    async def swap_weights(self, weights: Weights, source: int | str | None, seconds: float) -> None:
+    async def swap(self, weights: Weights, source: int | str | None, seconds: float) -> None:
         self.swaps.append((weights, source))
         await self._transfer()
         if self.swap_failures:
             raise self.swap_failures.pop(0)
 
-    async def update_weights(self, weights: Weights, source: int | str | None, seconds: float) -> None:
+    async def update(self, weights: Weights, source: int | str | None, seconds: float) -> None:
         self.updates.append((weights, source))
         await self._transfer()
         if self.update_failures:
