@@ -15,9 +15,12 @@ from services.common.state import keys
 from services.common.state.poison import Poison
 from services.common.state.room import ACCOUNT
 from services.common.state.scripts import Script, SharedScript
+from services.gateway.records.remembered import Remembered
 from services.gateway.records.sample_news import Moved
 
 _AT_ONCE = 500
+_KNOWN_S = 3600.0
+_KNOWN = 16_384
 
 
 class SamplingSessionRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +51,7 @@ class SamplingSessionStore:
         self._poison = poison
         self._put = Script(client, "put_sampler")
         self._bind = Script(client, "bind_sampler")
+        self._known: Remembered[SamplingSessionRecord] = Remembered(_KNOWN, _KNOWN_S)
 
     async def create_if_absent(
         self, record: SamplingSessionRecord, *, saved: bool = False
@@ -74,6 +78,15 @@ class SamplingSessionStore:
         """The sampling session. Raises Unreadable."""
         raw: Any = await self._redis.get(keys.sampling_session(sampling_session_id))
         return None if raw is None else self._decode(sampling_session_id, raw)
+
+    async def known(self, sampling_session_id: str) -> SamplingSessionRecord | None:
+        """The same for who asks with each sample: as a record never changes, it is read once."""
+        record = self._known.get(sampling_session_id)
+        if record is None:
+            record = await self.get(sampling_session_id)
+            if record is not None:
+                self._known[sampling_session_id] = record
+        return record
 
     def _decode(self, sampling_session_id: str, raw: bytes) -> SamplingSessionRecord:
         with self._poison.reading(keys.sampling_session(sampling_session_id)):

@@ -22,7 +22,6 @@ from services.gateway.checkpoints.checkpoints import Checkpoints
 from services.gateway.cluster.base_models import BaseModel, BaseModels
 from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.dispatch.plan import backoff
-from services.gateway.records.remembered import Remembered
 from services.gateway.records.sample_journal import Resolution, SampleJournal
 from services.gateway.records.sampling_session import SamplingSessionRecord, SamplingSessionStore
 from services.gateway.sampling import validate
@@ -31,8 +30,6 @@ from services.gateway.sessions.sessions import Sessions
 from tinsmith.internal.v1 import sampler_pb2
 from tinsmith.v1 import sampling_pb2
 
-_CACHE_S = 3600.0
-_CACHED = 16384
 _KEPT_S = 0.02
 """What the first look at a sample that was just ended waits for it."""
 
@@ -77,7 +74,6 @@ class Sampling:
         self._gateway_id = gateway_id
         self._admission = admission
         self._limits = limits
-        self._known: Remembered[SamplingSessionRecord] = Remembered(_CACHED, _CACHE_S)
 
     async def open(
         self, owner: str, session_id: str, seq_id: int, base_model: str | None, model_path: str | None
@@ -142,12 +138,8 @@ class Sampling:
         Raises:
             NotFound: no such session of the caller's, or the save that makes it has not completed.
         """
-        record = self._known.get(sampling_session_id)
-        if record is None:
-            known = ids.is_sampling_session_id(sampling_session_id)
-            record = await self._store.get(sampling_session_id) if known else None
-            if record is not None:
-                self._known[sampling_session_id] = record
+        known = ids.is_sampling_session_id(sampling_session_id)
+        record = await self._store.known(sampling_session_id) if known else None
         if record is None or record.owner != owner:
             await self._redo_log.refuse_while_restoring()
             raise NotFound(f"sampling session {sampling_session_id[:100]!r} does not exist; create one first")

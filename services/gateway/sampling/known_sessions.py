@@ -1,7 +1,7 @@
 """The sampling sessions whose samples a gateway runs.
 
-Invariant: a record is read once, as it never changes; one that is not there is waited for, as it was when its
-sample was accepted: a Redis that lost its last second gets it again.
+Invariant: one that is not there is waited for, as it was when its sample was accepted: a Redis that lost its
+last second gets it again.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ import asyncio
 
 from services.common.contract import ids
 from services.common.contract.errors import NotFound
-from services.gateway.records.remembered import Remembered
 from services.gateway.records.sampling_session import SamplingSessionRecord, SamplingSessionStore
 
 _AGAIN_S = 0.2
-_CACHE_S = 3600.0
-_CACHED = 16_384
 
 
 class KnownSessions:
@@ -28,19 +25,15 @@ class KnownSessions:
     def __init__(self, store: SamplingSessionStore, timeout: float) -> None:
         self._store = store
         self._timeout = timeout
-        self._known: Remembered[SamplingSessionRecord] = Remembered(_CACHED, _CACHE_S)
 
     async def of(self, request_id: str) -> SamplingSessionRecord:
         """That of a sample. Raises NotFound."""
         session_id, _ = ids.parse_request_id(request_id)
-        record = self._known.get(session_id)
+        record = await self._store.known(session_id)
+        deadline = asyncio.get_running_loop().time() + self._timeout
+        while record is None and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(_AGAIN_S)
+            record = await self._store.known(session_id)
         if record is None:
-            record = await self._store.get(session_id)
-            deadline = asyncio.get_running_loop().time() + self._timeout
-            while record is None and asyncio.get_running_loop().time() < deadline:
-                await asyncio.sleep(_AGAIN_S)
-                record = await self._store.get(session_id)
-            if record is None:
-                raise NotFound(f"sampling session {session_id} does not exist; create one first")
-            self._known[session_id] = record
+            raise NotFound(f"sampling session {session_id} does not exist; create one first")
         return record
