@@ -18,11 +18,6 @@ from services.gateway.edge.http.routes import Call, reply
 from services.gateway.sampling.accept import sequence_ids
 from tinsmith.v1 import sampling_pb2, types_pb2
 
-# Field: (values that ask for nothing, what to do instead).
-_UNSERVED: dict[str, tuple[tuple[object, ...], str]] = {
-    "base_model": ((None,), "create a sampling session with it"),
-    "model_path": ((None,), "create a sampling session with it"),
-}
 _NO_STABILITY = (
     "record_stability_info is not served: only the loss stable_reinforce reads it, whose formula is not "
     "public; use importance_sampling, ppo, cispo, dro or gspo (in tinker-cookbook: "
@@ -73,7 +68,9 @@ def sample_request(data: bytes, limits: Limits) -> sampling_pb2.SampleRequest:
     """
     lists = LongLists(data)
     body = messages.parse(messages.Sample, lists.rest)
-    _refuse_unserved(body)
+    for name in ("base_model", "model_path"):
+        if getattr(body, name) is not None:
+            raise InvalidRequest(f"{name} is not served: create a sampling session with it")
     # Refused and not ignored: whoever sets it is about to train with a loss that is refused, and should know
     # before the rollouts are paid for. What runs in that loss's place needs nothing recorded.
     if body.record_stability_info and not limits.stable_reinforce_as:
@@ -97,12 +94,6 @@ def sample_request(data: bytes, limits: Limits) -> sampling_pb2.SampleRequest:
     )
     lists.check_all_taken()
     return request
-
-
-def _refuse_unserved(body: messages.Sample) -> None:
-    for name, (accepted, advice) in _UNSERVED.items():
-        if getattr(body, name) not in accepted:
-            raise InvalidRequest(f"{name} is not served: {advice}")
 
 
 def _tokens(prompt: messages.ModelInput, lists: LongLists, limits: Limits) -> array[int]:
