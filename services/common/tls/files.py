@@ -37,7 +37,7 @@ class Material:
     key: bytes
     authority: bytes
     context: ssl.SSLContext
-    number: int = 0
+    number: int
 
 
 class KeyFiles:

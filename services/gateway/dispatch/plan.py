@@ -119,7 +119,7 @@ class Plan:
     sends: tuple[Send, ...]
     position: Position
     gap: Gap | None
-    held_back: bool = False
+    held_back: bool
 
     @property
     def nbytes(self) -> int:

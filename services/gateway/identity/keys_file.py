@@ -16,7 +16,7 @@ import datetime
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 
@@ -37,9 +37,9 @@ class FileKeys:
         count: keys that let somebody in.
     """
 
-    _plain: Mapping[bytes, KeyRecord] = field(default_factory=dict)
-    _hashed: Mapping[str, KeyRecord] = field(default_factory=dict)
-    wrong: Sequence[tuple[int, str]] = ()
+    _plain: Mapping[bytes, KeyRecord]
+    _hashed: Mapping[str, KeyRecord]
+    wrong: Sequence[tuple[int, str]]
 
     @property
     def count(self) -> int:

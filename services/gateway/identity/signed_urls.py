@@ -31,7 +31,7 @@ class SignedUrls:
         public_url: what URLs begin with; empty: as the request for them names the gateway.
     """
 
-    def __init__(self, client: redis.asyncio.Redis, api_keys: KeyRing, public_url: str = "") -> None:
+    def __init__(self, client: redis.asyncio.Redis, api_keys: KeyRing, public_url: str) -> None:
         self.public_url = public_url
         self._redis = client
         self._api_keys = api_keys

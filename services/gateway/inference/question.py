@@ -119,7 +119,7 @@ class Done:
     sequences: Sequence[Sequenced]
     prompt_tokens: int
     cached_tokens: int
-    scored: Sequence[Token] = ()
+    scored: Sequence[Token]
 
 
 def bounded(question: Question, largest: int) -> Question:

@@ -60,7 +60,7 @@ class Ended:
 
     index: int
     reason: int
-    versions: tuple[tuple[int, int, bool], ...] = ()
+    versions: tuple[tuple[int, int, bool], ...]
 
 
 class _Told:

@@ -39,13 +39,13 @@ class SessionQuery:
         reasons: with the status "client_finished", only these; None = all.
     """
 
-    session_id: str | None = None
-    display_name: str | None = None
-    project_ids: Sequence[str] | None = None
-    user_metadata: Mapping[str, str] | None = None
-    statuses: Mapping[str, Sequence[str] | None] | None = None
-    limit: int = 50
-    after: Cursor | None = None
+    session_id: str | None
+    display_name: str | None
+    project_ids: Sequence[str] | None
+    user_metadata: Mapping[str, str] | None
+    statuses: Mapping[str, Sequence[str] | None] | None
+    limit: int
+    after: Cursor | None
 
 
 @dataclass(frozen=True)

@@ -165,8 +165,8 @@ class Models:
         model_seq_id: int,
         path: str,
         optimizer: bool,
-        base_model: str | None = None,
-        user_metadata: Mapping[str, str] | None = None,
+        base_model: str | None,
+        user_metadata: Mapping[str, str] | None,
         reader: str | None = None,
     ) -> str:
         """Creates a model that continues from a saved one; the request id. Raises as `create`, and

@@ -162,7 +162,7 @@ class Copies:
             await asyncio.wait(self._ending, timeout=_END_S)
 
     async def into_project(
-        self, owner: str, wanted: Wanted, project_id: str, idempotency_key: str | None = None
+        self, owner: str, wanted: Wanted, project_id: str, idempotency_key: str | None
     ) -> str:
         """Copies a checkpoint into a project; the path of the copy.
 

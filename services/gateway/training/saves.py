@@ -23,8 +23,8 @@ from tinsmith.internal.v1 import operation_pb2
 class SaveOptions:
     """How long a named checkpoint lives and what is remembered with it."""
 
-    ttl_seconds: int | None = None
-    user_metadata: Mapping[str, str] | None = None
+    ttl_seconds: int | None
+    user_metadata: Mapping[str, str] | None
 
 
 class SnapshotParts(Protocol):
@@ -140,7 +140,7 @@ class Saves:
         model_id: str,
         seq_id: int,
         sampling_session_seq_id: int,
-        inflight: bool = False,
+        inflight: bool,
         told: bool = False,
     ) -> tuple[str, str]:
         """Accepts a snapshot that a new sampling session answers from; (request id, its session id).

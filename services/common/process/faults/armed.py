@@ -51,9 +51,9 @@ class Action:
     """
 
     kind: str
-    seconds: float = 0.0
-    at: int = 1
-    times: int = 1
+    seconds: float
+    at: int
+    times: int
 
     @property
     def pause(self) -> float:

@@ -115,7 +115,7 @@ TABLE: tuple[tuple[str, str, Handler], ...] = (
 """Method, path below /api/v1, handler."""
 
 
-def create_app(application: Application, tells: bool = False) -> ASGIApp:
+def create_app(application: Application, tells: bool) -> ASGIApp:
     """The ASGI application over the application layer.
 
     Args:

@@ -40,12 +40,12 @@ class Conversation:
     """
 
     messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] = ()
-    functions: Sequence[Function] = ()
-    choice: Literal["auto", "required"] = "auto"
-    parallel: bool = True
-    schema: Mapping[str, Any] | None = None
-    effort: str | None = None
+    tools: Sequence[Mapping[str, Any]]
+    functions: Sequence[Function]
+    choice: Literal["auto", "required"]
+    parallel: bool
+    schema: Mapping[str, Any] | None
+    effort: str | None
     thinks: bool = True
     variables: Mapping[str, Any] = field(default_factory=dict)
 
