@@ -78,7 +78,7 @@ LOSS_SCHEMAS: dict[str, LossSchema] = {
         {**_CLIPPED_INPUTS, SEQUENCE_RATIO_MASK: InputSpec("float32", required=False)},
         {CLIP_LOW: 0.8, CLIP_HIGH: 1.2},
     ),
-    # The loss of a critic (`common.roles`): it predicts values, not tokens.
+    # The loss of a critic (`roles.py`): it predicts values, not tokens.
     "ppo_critic": LossSchema(
         {
             "values": InputSpec("float32"),

@@ -97,15 +97,15 @@ class CheckpointStore:
         earlier = None if found is None or found[1].version >= record.version else found[1]
         if earlier is not None:
             # Looked at without need when it stays.
-            await self._note_due(key_of(earlier), time.time() + _SETTLE_S)
+            await self.look_again(key_of(earlier), time.time() + _SETTLE_S)
         if record.expires_at is not None:
-            await self._note_due(key_of(record), record.expires_at)
+            await self.look_again(key_of(record), record.expires_at)
         raw, now = msgspec.json.encode(record), time.time()
         arguments = (field, raw, record.version, int(replaces), repr(now), record.owner)
         stored = await self._put([name, *ACCOUNT], *arguments)
         if stored < 0:
             if not replaces:
-                await self._note_due(key_of(record), now)
+                await self.look_again(key_of(record), now)
             return replaces
         if earlier is not None:
             await self._unlist(earlier)
@@ -192,7 +192,7 @@ class CheckpointStore:
         if found is None or found[1] != before:
             return False
         if after.expires_at is not None:
-            await self._note_due(key_of(after), after.expires_at)
+            await self.look_again(key_of(after), after.expires_at)
         if not await self._replace(before, found[0], msgspec.json.encode(after)):
             return False
         await self._list(after)
@@ -203,7 +203,7 @@ class CheckpointStore:
         found = await self._raw(record.model_id, record.checkpoint_id)
         if found is None or found[1] != record:
             return False
-        await self._note_due(key_of(record), time.time() + _SETTLE_S)
+        await self.look_again(key_of(record), time.time() + _SETTLE_S)
         if not await self._replace(record, found[0], b""):
             return False
         await self._unlist(record)
@@ -232,7 +232,7 @@ class CheckpointStore:
 
     async def look_again(self, key: Key, at: float) -> None:
         """Has a version looked at (again) at a time."""
-        await self._note_due(key, at)
+        await self._times.note(keys.CHECKPOINTS_DUE, {member_of(key): at})
 
     async def settle(self, key: Key) -> None:
         """Nothing is left to do about a version."""
@@ -245,9 +245,6 @@ class CheckpointStore:
     def _decode(self, model_id: str, checkpoint_id: str, raw: bytes) -> CheckpointRecord:
         with self._poison.reading(f"{keys.checkpoints(model_id)} {checkpoint_id}"):
             return msgspec.json.decode(raw, type=CheckpointRecord)
-
-    async def _note_due(self, key: Key, at: float) -> None:
-        await self._times.note(keys.CHECKPOINTS_DUE, {member_of(key): at})
 
     async def _list(self, record: CheckpointRecord) -> None:
         expires = "" if record.expires_at is None else repr(record.expires_at)
