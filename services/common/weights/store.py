@@ -33,7 +33,8 @@ class NotMet(RuntimeError):
 
 
 class RedisStore(dist.Store):
-    """Key-value store for ProcessGroupGloo and ProcessGroupNCCL. Values are bytes."""
+    """Key-value store for ProcessGroupGloo and ProcessGroupNCCL: what these ask of one that is written in
+    Python. Values are bytes."""
 
     def __init__(self, client: redis.Redis, name: str, timeout: float) -> None:
         super().__init__()
@@ -93,19 +94,6 @@ class RedisStore(dist.Store):
 
     def check(self, wanted: list[str]) -> bool:
         return all(self._redis.hexists(self._name, key) for key in wanted)
-
-    def delete_key(self, key: str) -> bool:
-        return bool(self._redis.hdel(self._name, key))
-
-    def num_keys(self) -> int:
-        return self._redis.hlen(self._name)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-
-    @property
-    def timeout(self) -> timedelta:
-        return self._timeout
 
 
 def _here(rank: int) -> str:
