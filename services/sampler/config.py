@@ -164,51 +164,54 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"Every flag can be given as TINSMITH_<FLAG>. Redis: {REDIS_URL_VARIABLE}.",
     )
 
-    def flag(name: str, help_text: str, default: object = None, **kwargs: object) -> None:
-        variable = "TINSMITH_" + name.lstrip("-").replace("-", "_").upper()
-        value = os.environ.get(variable, default)
-        choices = _WORDS.get(name.lstrip("-").replace("-", "_"))
+    def flag(name: str, help_text: str, **kwargs: Any) -> None:
+        setting = name.lstrip("-").replace("-", "_")
+        default = getattr(SamplerConfig, setting, None)
+        if isinstance(default, bool):
+            default = "yes" if default else "no"
+        elif default is not None:
+            kwargs["type"] = type(default)
+        value = os.environ.get(f"TINSMITH_{setting.upper()}", default)
+        choices = _WORDS.get(setting)
         parser.add_argument(
             name, default=value, required=value is None, choices=choices, help=help_text, **kwargs
-        )  # type: ignore[arg-type]
+        )
 
     flag("--id", "name of this process, for example sampler-0")
     flag("--model", "NAME=PATH: name SDK users pass, and directory or hub id", metavar="NAME=PATH")
     flag("--data-dir", "directory shared with gateway and trainer", type=Path)
-    flag("--device", "where to run (default auto)", "auto")
-    flag("--dtype", "default auto: bfloat16 on CUDA, float32 on CPU", "auto")
-    flag("--host", "address to listen on", "127.0.0.1")
-    flag("--port", "port to listen on, 0 = a free one", 0, type=int)
+    flag("--device", "where to run (default auto)")
+    flag("--dtype", "default auto: bfloat16 on CUDA, float32 on CPU")
+    flag("--host", "address to listen on")
+    flag("--port", "port to listen on, 0 = a free one")
     flag(
         "--identity",
         "directory of ca.crt, tls.crt and tls.key: who this sampler is; only the cluster's gateways and "
         "trainers may call it then. Empty: in the clear, for everybody who reaches it",
-        "",
-        type=Path,
     )
-    flag("--metrics-port", "port of Prometheus' /metrics; 0 = none", 0, type=int)
-    flag("--log-format", "lines to read, or JSON objects to search", "text")
-    flag("--access-log", "yes: a line in the log for every call", "no")
-    flag("--advertise-host", "name under which others reach this host", "127.0.0.1")
-    flag("--max-context", "most tokens of prompt and answer; 0 = choose", 0, type=int)
-    flag("--max-loras", "adapters in one engine step; 0 = adapters are not sampled", 8, type=int)
-    flag("--max-lora-rank", f"largest adapter rank: one of {LORA_RANKS}", 128, type=int)
-    flag("--snapshot-cache-gib", "host memory for adapter snapshots", 4.0, type=float)
-    flag("--full-snapshot-cache-gib", "host memory for snapshots of full models", 16.0, type=float)
-    flag("--kv-cache-gib", "memory of each worker for keys and values; 0 = choose", 0.0, type=float)
-    flag("--machine-samplers", "that share the memory, where that is chosen on a CPU", 1, type=int)
-    flag("--kv-cache-dtype", "fp8: on CUDA, twice the room", "auto")
-    flag("--head-dtype", "float32: logits of any model", "auto")
-    flag("--quantization", "of weights; auto: as the model's files are", "auto")
-    flag("--model-runner", "of vLLM; auto: v1 on a CPU or with drafts, else vLLM's choice", "auto")
-    flag("--speculative-ngram-tokens", "tokens drafted for each sequence and step; 0 = none", 0, type=int)
-    flag("--gpu-memory-utilization", "fraction of GPU memory to use", 0.4, type=float)
-    flag("--tensor-parallel-size", "GPUs that share each layer", 1, type=int)
-    flag("--pipeline-parallel-size", "stages of GPUs that share the layers among them", 1, type=int)
-    flag("--max-sequences", "sequences generated at once; 0 = choose", 0, type=int)
-    flag("--max-batched-tokens", "tokens of one engine step; 0 = choose", 0, type=int)
-    flag("--drain-seconds", "time for running requests after SIGTERM", 60.0, type=float)
-    flag("--stall-seconds", "time without progress after which a stuck engine ends", 300.0, type=float)
+    flag("--metrics-port", "port of Prometheus' /metrics; 0 = none")
+    flag("--log-format", "lines to read, or JSON objects to search")
+    flag("--access-log", "yes: a line in the log for every call")
+    flag("--advertise-host", "name under which others reach this host")
+    flag("--max-context", "most tokens of prompt and answer; 0 = choose")
+    flag("--max-loras", "adapters in one engine step; 0 = adapters are not sampled")
+    flag("--max-lora-rank", f"largest adapter rank: one of {LORA_RANKS}")
+    flag("--snapshot-cache-gib", "host memory for adapter snapshots")
+    flag("--full-snapshot-cache-gib", "host memory for snapshots of full models")
+    flag("--kv-cache-gib", "memory of each worker for keys and values; 0 = choose")
+    flag("--machine-samplers", "that share the memory, where that is chosen on a CPU")
+    flag("--kv-cache-dtype", "fp8: on CUDA, twice the room")
+    flag("--head-dtype", "float32: logits of any model")
+    flag("--quantization", "of weights; auto: as the model's files are")
+    flag("--model-runner", "of vLLM; auto: v1 on a CPU or with drafts, else vLLM's choice")
+    flag("--speculative-ngram-tokens", "tokens drafted for each sequence and step; 0 = none")
+    flag("--gpu-memory-utilization", "fraction of GPU memory to use")
+    flag("--tensor-parallel-size", "GPUs that share each layer")
+    flag("--pipeline-parallel-size", "stages of GPUs that share the layers among them")
+    flag("--max-sequences", "sequences generated at once; 0 = choose")
+    flag("--max-batched-tokens", "tokens of one engine step; 0 = choose")
+    flag("--drain-seconds", "time for running requests after SIGTERM")
+    flag("--stall-seconds", "time without progress after which a stuck engine ends")
     return parser
 
 
