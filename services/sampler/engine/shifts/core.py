@@ -14,6 +14,7 @@ token yet and is not being computed takes the new adapter from the start.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm.lora.request import LoRARequest
@@ -39,22 +40,44 @@ def install(scheduler: Any, most_adapters: int) -> None:
         most_adapters: of one step.
     """
     shifts = Shifts(scheduler, most_adapters)
-    schedule, update = scheduler.schedule, scheduler.update_from_output
+    schedule = scheduler.schedule
 
     def scheduled(*args: Any, **kwargs: Any) -> Any:
-        shifts.apply()
         output = schedule(*args, **kwargs)
         attach(output, shifts.take())
         return output
 
+    scheduler.schedule = scheduled
+    between_steps(scheduler, shifts.apply, shifts.told)
+    scheduler.tinsmith_shifts = shifts
+    setattr(EngineCore, SHIFT, _shift)
+
+
+def between_steps(scheduler: Any, apply: Callable[[], None], told: Mapping[str, Told]) -> None:
+    """Has `apply` called before each step is scheduled, and what is told of sequences written into its
+    outputs."""
+    schedule, update = scheduler.schedule, scheduler.update_from_output
+
+    def scheduled(*args: Any, **kwargs: Any) -> Any:
+        apply()
+        return schedule(*args, **kwargs)
+
     def updated(*args: Any, **kwargs: Any) -> Any:
         outputs = update(*args, **kwargs)
-        shifts.tell(outputs)
+        for of_client in outputs.values() if told else ():
+            for output in of_client.outputs:
+                if (of_sequence := told.get(output.request_id)) is not None:
+                    output.kv_transfer_params = {SHIFTS_KEY: of_sequence}
         return outputs
 
     scheduler.schedule, scheduler.update_from_output = scheduled, updated
-    scheduler.tinsmith_shifts = shifts
-    setattr(EngineCore, SHIFT, _shift)
+
+
+def forget_ended(scheduler: Any, *known: dict[str, Any]) -> None:
+    """Drops what is known of requests that a scheduler has no more."""
+    for of_request in known:
+        for name in [name for name in of_request if name not in scheduler.requests]:
+            del of_request[name]
 
 
 def _shift(core: Any, requests: Any, name: Any, adapter_id: Any, path: Any) -> list[str]:
@@ -63,7 +86,11 @@ def _shift(core: Any, requests: Any, name: Any, adapter_id: Any, path: Any) -> l
 
 
 class Shifts:
-    """The shifts of one scheduler's requests."""
+    """The shifts of one scheduler's requests.
+
+    Attributes:
+        told: what is known of the shifts of each.
+    """
 
     def __init__(self, scheduler: Any, most_adapters: int) -> None:
         self._scheduler = scheduler
@@ -71,7 +98,7 @@ class Shifts:
         self._wanted: dict[str, LoRARequest] = {}
         self._mixed: dict[str, LoRARequest] = {}
         """Requests whose keys and values are of several adapters, with the present one."""
-        self._told: dict[str, Told] = {}
+        self.told: dict[str, Told] = {}
         self._taken: dict[str, LoRARequest] = {}
 
     def ask(self, requests: list[str], adapter: LoRARequest) -> list[str]:
@@ -90,9 +117,7 @@ class Shifts:
 
     def apply(self) -> None:
         """Shifts what can be shifted. Call it before each step is scheduled."""
-        for known in (self._wanted, self._mixed, self._told):
-            for name in [name for name in known if name not in self._scheduler.requests]:
-                del known[name]
+        forget_ended(self._scheduler, self._wanted, self._mixed, self.told)
         for name, adapter in list(self._mixed.items()):
             request = self._scheduler.requests[name]
             if request.status == RequestStatus.PREEMPTED and name not in self._wanted and is_still(request):
@@ -115,13 +140,6 @@ class Shifts:
         """What workers have to know of since the last time."""
         taken, self._taken = self._taken, {}
         return taken
-
-    def tell(self, outputs: Any) -> None:
-        """Writes into the outputs of a step what is known of the shifts of their sequences."""
-        for of_client in outputs.values() if self._told else ():
-            for output in of_client.outputs:
-                if (told := self._told.get(output.request_id)) is not None:
-                    output.kv_transfer_params = {SHIFTS_KEY: told}
 
     def _made(self, request: Any) -> int:
         """Tokens of a running request that its present adapter and earlier ones have made, or make in steps
@@ -160,8 +178,8 @@ class Shifts:
         name = request.request_id
         self._wanted.pop(name, None)
         self._taken[name] = adapter
-        before = tuple(one for one in self._told.get(name, ()) if one[0] != start)
-        self._told[name] = (*before, (start, adapter.lora_int_id, kept))
+        before = tuple(one for one in self.told.get(name, ()) if one[0] != start)
+        self.told[name] = (*before, (start, adapter.lora_int_id, kept))
 
 
 def is_still(request: Any) -> bool:

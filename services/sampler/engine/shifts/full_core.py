@@ -20,7 +20,7 @@ from typing import Any
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
-from services.sampler.engine.shifts.core import SHIFTS_KEY, Told, is_still
+from services.sampler.engine.shifts.core import Told, between_steps, forget_ended, is_still
 
 UPDATE = "tinsmith_update"
 """The method of vLLM's engine core that is told of updates."""
@@ -34,18 +34,7 @@ def install(scheduler: Any) -> None:
     """Has a scheduler's requests go on with other weights when the engine core's `UPDATE` says that they are
     there."""
     updates = Updates(scheduler)
-    schedule, update = scheduler.schedule, scheduler.update_from_output
-
-    def scheduled(*args: Any, **kwargs: Any) -> Any:
-        updates.apply()
-        return schedule(*args, **kwargs)
-
-    def updated(*args: Any, **kwargs: Any) -> Any:
-        outputs = update(*args, **kwargs)
-        updates.tell(outputs)
-        return outputs
-
-    scheduler.schedule, scheduler.update_from_output = scheduled, updated
+    between_steps(scheduler, updates.apply, updates.told)
     scheduler.tinsmith_updates = updates
     setattr(EngineCore, UPDATE, _update)
 
@@ -56,14 +45,18 @@ def _update(core: Any, former: Any, present: Any, version: Any) -> None:
 
 
 class Updates:
-    """The updates under one scheduler's requests."""
+    """The updates under one scheduler's requests.
+
+    Attributes:
+        told: what is known of the updates under each.
+    """
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._version = 0
         self._mixed: dict[str, BlockHasher] = {}
         """Of requests whose keys and values are of several versions, what names those of one."""
-        self._told: dict[str, Told] = {}
+        self.told: dict[str, Told] = {}
 
     def update(self, former: str, present: str, version: int) -> None:
         """The workers have other weights. No step is under way.
@@ -88,20 +81,11 @@ class Updates:
     def apply(self) -> None:
         """Has what vLLM gave up begin as one of its present weights alone. Call it before each step is
         scheduled."""
-        for known in (self._mixed, self._told):
-            for name in [name for name in known if name not in self._scheduler.requests]:
-                del known[name]
+        forget_ended(self._scheduler, self._mixed, self.told)
         for name in list(self._mixed):
             request = self._scheduler.requests[name]
             if request.status == RequestStatus.PREEMPTED and is_still(request):
                 self._anew(request)
-
-    def tell(self, outputs: Any) -> None:
-        """Writes into the outputs of a step what is known of the updates under their sequences."""
-        for of_client in outputs.values() if self._told else ():
-            for output in of_client.outputs:
-                if (told := self._told.get(output.request_id)) is not None:
-                    output.kv_transfer_params = {SHIFTS_KEY: told}
 
     def _go_on(self, request: Any) -> None:
         if request.status == RequestStatus.RUNNING:
@@ -134,8 +118,8 @@ class Updates:
 
     def _note(self, request: Any, kept: bool) -> None:
         name, start = request.request_id, int(request.num_output_tokens)
-        before = tuple(one for one in self._told.get(name, ()) if one[0] != start)
-        self._told[name] = (*before, (start, self._version, kept))
+        before = tuple(one for one in self.told.get(name, ()) if one[0] != start)
+        self.told[name] = (*before, (start, self._version, kept))
 
 
 def _namer(size: int) -> BlockHasher:
