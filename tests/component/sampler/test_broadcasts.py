@@ -51,7 +51,9 @@ async def test_a_broadcast_snapshot_serves_while_running_generations_go_on_undis
     # No directory for version 100 in the store: the wire is the only way it can arrive.
     tensors = make_adapter(100, 32)
     buffer, specs = weights.pack(tensors)
-    sent = asyncio.create_task(asyncio.to_thread(group.broadcast, buffer, 120))
+    sent = asyncio.create_task(
+        asyncio.to_thread(group.broadcast_buckets, buffer.split(weights.BUCKET_BYTES), 120)
+    )
     await stub.ReceiveSnapshot(incoming(1, 100, 32, buffer, specs), timeout=150)
     await sent
     assert not any(task.done() for task in running)
@@ -74,7 +76,9 @@ async def test_a_damaged_broadcast_is_refused_and_ends_the_group(stub, sampler: 
     buffer, specs = weights.pack(make_adapter(101, 8))
     wanted = incoming(2, 101, 8, buffer, specs)
     wanted.checksum ^= 1
-    sent = asyncio.create_task(asyncio.to_thread(group.broadcast, buffer, 120))
+    sent = asyncio.create_task(
+        asyncio.to_thread(group.broadcast_buckets, buffer.split(weights.BUCKET_BYTES), 120)
+    )
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await stub.ReceiveSnapshot(wanted, timeout=150)
     await sent
@@ -97,7 +101,9 @@ async def test_a_group_that_never_comes_together_is_given_up_and_a_new_one_works
         await stub.ReceiveSnapshot(incoming(3, 102, 8, buffer, specs), timeout=150)
     assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     group = await join(stub, sampler, epoch=4)
-    sent = asyncio.create_task(asyncio.to_thread(group.broadcast, buffer, 120))
+    sent = asyncio.create_task(
+        asyncio.to_thread(group.broadcast_buckets, buffer.split(weights.BUCKET_BYTES), 120)
+    )
     await stub.ReceiveSnapshot(incoming(4, 102, 8, buffer, specs), timeout=150)
     await sent
     result = await sample(stub, request(prompt(70, HIDDEN), 102, scores=True))

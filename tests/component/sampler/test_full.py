@@ -74,7 +74,9 @@ async def send(stub, group: weights.WeightGroup, version: int, tensors: dict[str
         checksum=weights.checksum(buffer),
         timeout_seconds=120,
     )
-    sent = asyncio.create_task(asyncio.to_thread(group.broadcast, buffer, 120))
+    sent = asyncio.create_task(
+        asyncio.to_thread(group.broadcast_buckets, buffer.split(weights.BUCKET_BYTES), 120)
+    )
     await stub.ReceiveSnapshot(incoming, timeout=150)
     await sent
 
@@ -280,7 +282,9 @@ async def test_a_damaged_full_broadcast_is_refused_and_nothing_of_it_is_kept(
         checksum=weights.checksum(buffer) ^ 1,
         timeout_seconds=120,
     )
-    sent = asyncio.create_task(asyncio.to_thread(group.broadcast, buffer, 120))
+    sent = asyncio.create_task(
+        asyncio.to_thread(group.broadcast_buckets, buffer.split(weights.BUCKET_BYTES), 120)
+    )
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await stub.ReceiveSnapshot(wanted, timeout=150)
     await sent

@@ -97,7 +97,9 @@ async def test_several_workers_answer_as_the_reference_from_store_and_from_wire(
         group = await join(stub, sampler, epoch=1, workers=workers)
         tensors = make_adapter(BROADCAST, 16)
         buffer, specs = weights.pack(tensors)
-        sent = asyncio.create_task(asyncio.to_thread(group.broadcast, buffer, 120))
+        sent = asyncio.create_task(
+            asyncio.to_thread(group.broadcast_buckets, buffer.split(weights.BUCKET_BYTES), 120)
+        )
         await stub.ReceiveSnapshot(incoming(1, BROADCAST, 16, buffer, specs), timeout=150)
         await sent
         arrived = write_snapshot(tmp_path / "peft", tensors, 16)

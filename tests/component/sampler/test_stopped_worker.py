@@ -98,7 +98,7 @@ async def test_a_worker_that_was_stopped_for_longer_than_a_call_may_take_goes_on
             second.send_signal(signal.SIGCONT)
         base = Reference(sampler.model_dir)
         check(prompt(2, 9), await running, base)
-        await asyncio.to_thread(group.broadcast, buffer, 120)
+        await asyncio.to_thread(group.broadcast_buckets, buffer.split(weights.BUCKET_BYTES), 120)
         await receiving
         arrived = write_snapshot(tmp_path / "peft", tensors, 16)
         stored = sampler.data_dir.snapshot(MODEL_ID, STORED)
