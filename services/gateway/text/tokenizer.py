@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import tokenizers
 
 from services.gateway.text.chat_template import ChatTemplate
-from services.gateway.text.tool_calls import ToolFormat, format_of
+from services.gateway.text.tool_calls import teaches_calls
 
 _WORD = "\u2581"
 
@@ -32,7 +32,7 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.chat_template = ChatTemplate(chat_template, special_tokens) if chat_template else None
-        self.tool_format: ToolFormat | None = format_of(chat_template)
+        self.calls_tools = teaches_calls(chat_template)
 
     def tokens(self, text: str, *, special: bool) -> list[int]:
         """The tokens of a text. Takes time in proportion to it; releases the interpreter.

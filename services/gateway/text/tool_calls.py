@@ -16,6 +16,7 @@ import msgspec
 Choice = Literal["auto", "required"]
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
+"""How a model writes a call: name and arguments as JSON between these tags, as Hermes and Qwen do."""
 
 
 @dataclass(frozen=True)
@@ -40,50 +41,42 @@ class Call:
     arguments: str
 
 
-@dataclass(frozen=True)
-class ToolFormat:
-    """How a model writes a call: name and arguments as JSON between two tags, as Hermes and Qwen do."""
+def structural_tag(functions: Sequence[Function], choice: Choice, *, parallel: bool) -> str | None:
+    """The structural tag that makes calls what they must be, as JSON; None = the model is free.
 
-    begin: str = _BEGIN
-    end: str = _END
-
-    def constraint(self, functions: Sequence[Function], choice: Choice, *, parallel: bool) -> str | None:
-        """The structural tag that makes calls what they must be, as JSON; None = the model is free.
-
-        Args:
-            choice: "auto" = it may call; "required" = it must call a function, and say nothing else.
-            parallel: it may make several calls at once.
-        """
-        if choice == "auto" and parallel and not any(function.strict for function in functions):
-            return None
-        tags = [
-            {
-                "type": "tag",
-                "begin": f'{self.begin}\n{{"name": {json.dumps(function.name)}, "arguments": ',
-                "content": {"type": "json_schema", "json_schema": function.parameters},
-                "end": f"}}\n{self.end}",
-            }
-            for function in functions
-        ]
-        form: dict[str, Any] = {"tags": tags, "stop_after_first": not parallel}
-        if choice == "auto":
-            form |= {"type": "triggered_tags", "triggers": [self.begin], "at_least_one": False}
-        else:
-            form |= {"type": "tags_with_separator", "separator": "\n", "at_least_one": True}
-        return json.dumps({"type": "structural_tag", "format": form})
+    Args:
+        choice: "auto" = it may call; "required" = it must call a function, and say nothing else.
+        parallel: it may make several calls at once.
+    """
+    if choice == "auto" and parallel and not any(function.strict for function in functions):
+        return None
+    tags = [
+        {
+            "type": "tag",
+            "begin": f'{_BEGIN}\n{{"name": {json.dumps(function.name)}, "arguments": ',
+            "content": {"type": "json_schema", "json_schema": function.parameters},
+            "end": f"}}\n{_END}",
+        }
+        for function in functions
+    ]
+    form: dict[str, Any] = {"tags": tags, "stop_after_first": not parallel}
+    if choice == "auto":
+        form |= {"type": "triggered_tags", "triggers": [_BEGIN], "at_least_one": False}
+    else:
+        form |= {"type": "tags_with_separator", "separator": "\n", "at_least_one": True}
+    return json.dumps({"type": "structural_tag", "format": form})
 
 
-def format_of(chat_template: str) -> ToolFormat | None:
-    """The format that a chat template teaches its model; None = it is not read here."""
+def teaches_calls(chat_template: str) -> bool:
+    """Whether a chat template teaches its model to call as it is read here."""
     known = _BEGIN in chat_template and _END in chat_template and "arguments" in chat_template
-    return ToolFormat() if known and "<function=" not in chat_template else None
+    return known and "<function=" not in chat_template
 
 
 class CallReader:
     """Finds the calls in a text that comes in pieces."""
 
-    def __init__(self, form: ToolFormat) -> None:
-        self._form = form
+    def __init__(self) -> None:
         self._held = ""
         self._called = False
 
@@ -91,13 +84,13 @@ class CallReader:
         """Text and calls, in order, as far as they are known."""
         self._held += text
         while self._held:
-            before, begin, rest = self._held.partition(self._form.begin)
+            before, begin, rest = self._held.partition(_BEGIN)
             if not begin:
-                sure = len(self._held) - _overlap(self._held, self._form.begin)
+                sure = len(self._held) - _overlap(self._held, _BEGIN)
                 yield from self._say(self._held[:sure])
                 self._held = self._held[sure:]
                 return
-            inside, end, after = rest.partition(self._form.end)
+            inside, end, after = rest.partition(_END)
             if not end:
                 yield from self._say(before)
                 self._held = self._held[len(before) :]

@@ -75,8 +75,7 @@ def _message(model: str, found: Reply, done: Done) -> Response:
 
 
 def _reply(model: Model, conversation: Conversation, question: Question) -> Reply:
-    form = model.tokenizer.tool_format if conversation.functions else None
-    return Reply(model.tokenizer, question.stop, form)
+    return Reply(model.tokenizer, question.stop, calls=bool(conversation.functions))
 
 
 async def _whole(call: Call, name: str, model: Model, question: Question, found: Reply) -> Response:

@@ -15,7 +15,7 @@ from services.gateway.inference.question import Constraint
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.generated import Generated, Token
 from services.gateway.text.tokenizer import Tokenizer
-from services.gateway.text.tool_calls import Call, CallReader, Function, ToolFormat
+from services.gateway.text.tool_calls import Call, CallReader, Function, structural_tag
 
 MAX_SCHEMA_BYTES = 64 * 1024
 _AT_ONCE = 256
@@ -62,7 +62,7 @@ def prompt_of(tokenizer: Tokenizer, conversation: Conversation) -> list[int]:
     variables = _variables(template, conversation)
     tools = conversation.tools or None
     if tools:
-        _format(tokenizer)
+        _check_calls(tokenizer)
     return tokenizer.tokens(template.render(conversation.messages, tools, variables), special=False)
 
 
@@ -80,9 +80,9 @@ def constraint_of(tokenizer: Tokenizer, conversation: Conversation) -> Constrain
     if conversation.functions:
         if conversation.schema is not None:
             raise InvalidRequest("an answer is constrained by tools or by a JSON schema, not by both")
-        form = _format(tokenizer)
+        _check_calls(tokenizer)
         try:
-            tag = form.constraint(conversation.functions, conversation.choice, parallel=conversation.parallel)
+            tag = structural_tag(conversation.functions, conversation.choice, parallel=conversation.parallel)
         except RecursionError as error:
             raise InvalidRequest("the parameters of a tool are nested too deeply") from error
         return None if tag is None else _bounded(Constraint("structural_tag", tag))
@@ -105,14 +105,13 @@ def _bounded(constraint: Constraint) -> Constraint:
     return constraint
 
 
-def _format(tokenizer: Tokenizer) -> ToolFormat:
-    if tokenizer.tool_format is None:
+def _check_calls(tokenizer: Tokenizer) -> None:
+    if not tokenizer.calls_tools:
         raise InvalidRequest(
             "tools are not served for this model: its chat template has none, or a form of calls that is not "
             "read here",
             "tools_not_served",
         )
-    return tokenizer.tool_format
 
 
 def _variables(template: ChatTemplate, conversation: Conversation) -> dict[str, Any]:
@@ -146,12 +145,12 @@ class Reply:
 
     Args:
         stops: stop strings.
-        calls: the format of calls; None = what looks like a call is text.
+        calls: it may have calls; otherwise what looks like one is text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], calls: ToolFormat | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], calls: bool = False) -> None:
         self._generated = Generated(tokenizer, stops)
-        self._reader = None if calls is None else CallReader(calls)
+        self._reader = CallReader() if calls else None
         self._taken = 0
         self.calls = 0
         """Calls so far."""

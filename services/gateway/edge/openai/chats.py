@@ -18,7 +18,6 @@ from services.gateway.inference.inference import Model
 from services.gateway.inference.question import Done, New, Question, parse_model
 from services.gateway.text.generated import Token
 from services.gateway.text.tool_calls import Call as ToolCall
-from services.gateway.text.tool_calls import ToolFormat
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class _Chat:
     name: str
     model: Model
     question: Question
-    calls: ToolFormat | None
+    calls: bool
     scored: bool
     counted: bool
 
@@ -61,9 +60,10 @@ async def _asked(call: Call) -> _Chat:
         model = await call.app.inference.model(call.owner, parse_model(body.model))
         prompt, limit = await call.computed(prompted, model.tokenizer, conversation)
         question = replace(questions.chat(body, prompt), constraint=limit)
-        form = model.tokenizer.tool_format if conversation.functions else None
         counted = body.stream_options is not None and bool(body.stream_options.include_usage)
-        return _Chat(call, body.model, model, question, form, bool(body.logprobs), counted)
+        return _Chat(
+            call, body.model, model, question, bool(conversation.functions), bool(body.logprobs), counted
+        )
 
 
 def _read(data: bytes) -> tuple[requests.Chat, Conversation]:

@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from services.gateway.text.tool_calls import Call, CallReader, Function, ToolFormat, format_of
+from services.gateway.text.tool_calls import Call, CallReader, Function, structural_tag, teaches_calls
 
 WEATHER = Function("weather", {"type": "object", "properties": {"city": {"type": "string"}}})
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 
 
 def read(text: str, size: int) -> list[str | Call]:
-    reader = CallReader(ToolFormat())
+    reader = CallReader()
     found: list[str | Call] = []
     for at in range(0, len(text), size):
         found += reader.push(text[at : at + size])
@@ -47,11 +47,10 @@ def test_a_call_that_was_cut_off_is_text() -> None:
 
 
 def test_a_free_model_is_constrained_only_by_strict_functions_or_a_single_call() -> None:
-    form = ToolFormat()
     strict = Function("weather", WEATHER.parameters, strict=True)
-    assert form.constraint([WEATHER], "auto", parallel=True) is None
+    assert structural_tag([WEATHER], "auto", parallel=True) is None
     for functions, parallel in (([strict], True), ([WEATHER], False)):
-        tag = json.loads(form.constraint(functions, "auto", parallel=parallel) or "")["format"]
+        tag = json.loads(structural_tag(functions, "auto", parallel=parallel) or "")["format"]
         assert (tag["type"], tag["at_least_one"], tag["stop_after_first"]) == (
             "triggered_tags",
             False,
@@ -60,14 +59,14 @@ def test_a_free_model_is_constrained_only_by_strict_functions_or_a_single_call()
 
 
 def test_a_required_call_is_all_that_may_be_said_and_is_read_back() -> None:
-    tag = json.loads(ToolFormat().constraint([WEATHER], "required", parallel=False) or "")["format"]
+    tag = json.loads(structural_tag([WEATHER], "required", parallel=False) or "")["format"]
     assert (tag["type"], tag["at_least_one"], tag["stop_after_first"]) == ("tags_with_separator", True, True)
     (only,) = tag["tags"]
     assert only["content"]["json_schema"] == WEATHER.parameters
     assert read(only["begin"] + '{"city": "Bonn"}' + only["end"], 3) == [Call("weather", '{"city": "Bonn"}')]
 
 
-def test_a_format_that_is_not_read_is_none() -> None:
-    assert format_of("{{ messages }}") is None
-    assert format_of("<tool_call>\n<function=f> arguments </tool_call>") is None
-    assert format_of('<tool_call>\n{"name": n, "arguments": a}\n</tool_call>') == ToolFormat()
+def test_a_format_that_is_not_read_is_told_from_the_one_that_is() -> None:
+    assert not teaches_calls("{{ messages }}")
+    assert not teaches_calls("<tool_call>\n<function=f> arguments </tool_call>")
+    assert teaches_calls('<tool_call>\n{"name": n, "arguments": a}\n</tool_call>')
