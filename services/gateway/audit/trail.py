@@ -12,7 +12,6 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 
 from prometheus_client import Counter
 from redis.exceptions import RedisError
@@ -96,11 +95,8 @@ class Act:
 class AuditTrail:
     """Writes down what is done through one gateway."""
 
-    def __init__(
-        self, store: AuditStore, most_waiting: int = _MOST_WAITING, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, store: AuditStore, most_waiting: int = _MOST_WAITING) -> None:
         self._store = store
-        self._clock = clock
         self._most = most_waiting
         self._waiting: deque[AuditRecord] = deque()
         self._refusals = Refusals()
@@ -168,7 +164,7 @@ class AuditTrail:
 
     async def tell_refusals(self) -> None:
         """Writes down what was refused since the last time."""
-        for record in self._refusals.take(self._clock()):
+        for record in self._refusals.take(time.time()):
             self.tell(record)
 
 

@@ -51,6 +51,7 @@ from services.gateway.training.request_digest import digest
 log = logging.getLogger(__name__)
 
 _PATIENCE_S = 300.0
+"""So long a request waits for its copy."""
 _MOST_S = 24 * 3600.0
 """A copy that takes longer hangs in a storage that does not answer."""
 _END_S = 2.0
@@ -118,7 +119,6 @@ class Copies:
         storage: of training checkpoints and exports.
         data: where the snapshots of sampler checkpoints are.
         gate: counts a copy as a download of its owner for as long as it is made.
-        patience: seconds that a request waits for its copy.
     """
 
     def __init__(
@@ -132,7 +132,6 @@ class Copies:
         redo_log: RedoLog,
         gate: Gate,
         claims: CopyClaims,
-        patience: float = _PATIENCE_S,
     ) -> None:
         self._session_store = stores.sessions
         self._models = stores.models
@@ -145,7 +144,7 @@ class Copies:
         self._redo_log = redo_log
         self._gate = gate
         self._claims = claims
-        self._patience = patience
+        self._patience = _PATIENCE_S
         self._turns = Turns(COPIES, COPY_THREADS)
         self._making: dict[tuple[Key, str], asyncio.Task[None]] = {}
         self._copying: dict[Key, asyncio.Task[int | None]] = {}

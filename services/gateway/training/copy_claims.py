@@ -29,18 +29,12 @@ _LOST_S = 3600.0
 
 
 class CopyClaims:
-    """The claims of one gateway.
+    """The claims of one gateway."""
 
-    Args:
-        renew: seconds between two renewals of what is being made.
-    """
-
-    def __init__(
-        self, client: redis.asyncio.Redis, records: CheckpointStore, renew: float = _RENEW_S
-    ) -> None:
+    def __init__(self, client: redis.asyncio.Redis, records: CheckpointStore) -> None:
         self._redis = client
         self._records = records
-        self._renew_s = renew
+        self._renew_s = _RENEW_S
         self._holder = uuid.uuid4().hex
 
     async def take(self, key: Key) -> bool:
