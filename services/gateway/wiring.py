@@ -371,10 +371,7 @@ def _tells(audit: AuditTrail) -> Told:
 
     def refused(error: TinsmithError, method: str, address: str, key: str, caller: Caller | None) -> None:
         about = subject.current()
-        trace_id = about.trace_id if about else ""
-        if caller is None:
-            audit.refused(Refusal(error.code, method, address, key, trace_id=trace_id))
-        else:
-            audit.refused(Refusal(error.code, method, address, key, caller.owner, caller.key_id, trace_id))
+        who = ("", "") if caller is None else (caller.owner, caller.key_id)
+        audit.refused(Refusal(error.code, method, address, key, *who, about.trace_id if about else ""))
 
     return refused
