@@ -70,10 +70,14 @@ def main(argv: list[str]) -> int:
     # As its ranks do.
     logs.configure(f"node-{nodes.rank}", os.environ.get("TINSMITH_LOG_FORMAT", "text"))
     logs.take_over()
+    # It warns of each signal that it gives to ranks, also of those that stop them in order.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     end_with_parent()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     # DeepSpeed's: ranks that are all here exchange by shared memory.
     os.environ["LOCAL_SIZE"] = str(ranks)
+    # As torch does without an agent: to abort communicators of NCCL before a rank ends may hang.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     if nodes.count > 1:
         # Ranks have no business on other networks.
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = nodes.interface
