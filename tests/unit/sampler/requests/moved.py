@@ -135,12 +135,29 @@ class Sampler:
     def start(self, job: SampleJob = JOB) -> asyncio.Task[SampleOutput]:
         return asyncio.create_task(self.samples.run(job))
 
+    async def begun(self, job: SampleJob = JOB) -> asyncio.Task[SampleOutput]:
+        """One that is in the engine."""
+        running = self.start(job)
+        await self.in_engine()
+        return running
+
     async def in_engine(self) -> None:
         await self.engine.entered.wait()
         self.engine.entered.clear()
 
     def move(self, weights: SnapshotKey | None) -> None:
         self.samples.move(JOB.request_id, weights)
+
+    async def move_on(self, *weights: SnapshotKey) -> None:
+        """To each of these, once what the last one brought about is done."""
+        for each in weights:
+            self.move(each)
+            await settled()
+
+    async def left(self) -> None:
+        """The sample has left its weights, and waits for others."""
+        while self.snapshots.held:  # noqa: ASYNC110
+            await asyncio.sleep(0)
 
     async def only(self, running: asyncio.Task[SampleOutput]) -> tuple[str, list[tuple[int, int]]]:
         """How the sequence ended and which weights made it; nothing is held afterwards."""

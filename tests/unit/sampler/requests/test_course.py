@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from pathlib import Path
 
 import pytest
 
@@ -15,14 +14,8 @@ from services.sampler.snapshots.full_snapshots import GivenUp
 from tests.unit.sampler.requests.moved import JOB, NEW, NEWER, NEWEST, OLD, OTHER, Sampler
 
 
-@pytest.fixture
-def sampler(tmp_path: Path) -> Sampler:
-    return Sampler(tmp_path)
-
-
 async def test_a_moved_sample_leaves_its_weights_and_goes_on_with_the_newer_ones(sampler: Sampler) -> None:
-    running = sampler.start()
-    await sampler.in_engine()
+    running = await sampler.begun()
     sampler.move(NEW)
     await sampler.in_engine()
     assert sampler.snapshots.held == 1
@@ -34,8 +27,7 @@ async def test_a_moved_sample_leaves_its_weights_and_goes_on_with_the_newer_ones
 async def test_only_newer_weights_of_its_own_model_move_a_sample(
     sampler: Sampler, weights: SnapshotKey | None
 ) -> None:
-    running = sampler.start()
-    await sampler.in_engine()
+    running = await sampler.begun()
     sampler.move(weights)
     assert not sampler.engine.turn.is_set()
     sampler.engine.finish("stop")
@@ -43,8 +35,7 @@ async def test_only_newer_weights_of_its_own_model_move_a_sample(
 
 
 async def test_a_sample_that_does_not_move_finishes_where_it_is(sampler: Sampler) -> None:
-    running = sampler.start(dataclasses.replace(JOB, moves=False))
-    await sampler.in_engine()
+    running = await sampler.begun(dataclasses.replace(JOB, moves=False))
     sampler.move(NEW)
     assert not sampler.engine.turn.is_set()
     sampler.engine.finish("length")
@@ -68,17 +59,11 @@ async def test_a_sample_that_waits_while_newer_weights_come_and_come_gets_a_toke
 ) -> None:
     sampler.snapshots.opened[NEW].clear()
     sampler.snapshots.opened[NEWER].clear()
-    running = sampler.start()
-    await sampler.in_engine()
+    running = await sampler.begun()
     sampler.move(NEW)
-    while sampler.snapshots.held:  # noqa: ASYNC110
-        await asyncio.sleep(0)
-    sampler.move(NEWER)
-    for _ in range(10):
-        await asyncio.sleep(0)
-    sampler.move(NEWEST)
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await sampler.left()
+    await sampler.move_on(NEWER)
+    await sampler.move_on(NEWEST)
     assert sampler.snapshots.used == [1], "it gave up one wait for newer weights, and not a second"
     sampler.snapshots.opened[NEWER].set()
     await sampler.in_engine()
@@ -93,14 +78,10 @@ async def test_weights_that_a_sample_waited_for_in_vain_are_passed_over_for_newe
 ) -> None:
     sampler.snapshots.opened[NEW].clear()
     sampler.snapshots.opened[NEWER].clear()
-    running = sampler.start()
-    await sampler.in_engine()
+    running = await sampler.begun()
     sampler.move(NEW)
-    while sampler.snapshots.held:  # noqa: ASYNC110
-        await asyncio.sleep(0)
-    sampler.move(NEWER)
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await sampler.left()
+    await sampler.move_on(NEWER)
     sampler.move(NEWEST)
     sampler.snapshots.missing.add(NEWER)
     sampler.snapshots.opened[NEWER].set()
@@ -113,8 +94,7 @@ async def test_a_sample_goes_on_with_its_own_weights_when_newer_ones_are_not_to_
     sampler: Sampler,
 ) -> None:
     sampler.snapshots.missing.add(NEW)
-    running = sampler.start()
-    await sampler.in_engine()
+    running = await sampler.begun()
     sampler.move(NEW)
     await sampler.in_engine()
     sampler.engine.finish("length")
@@ -125,8 +105,7 @@ async def test_a_sample_whose_newer_weights_ended_the_engine_does_not_go_back_to
     sampler: Sampler,
 ) -> None:
     sampler.snapshots.failures[NEW] = GivenUp(NEW, Unfinished("it did not finish"))
-    running = sampler.start()
-    await sampler.in_engine()
+    running = await sampler.begun()
     sampler.move(NEW)
     with pytest.raises(GivenUp, match="did not finish"):
         await asyncio.wait_for(running, 10)
@@ -141,8 +120,7 @@ async def test_a_sample_whose_first_weights_are_not_to_be_had_fails_for_that_rea
 
 
 async def test_an_ended_sample_is_what_it_has_come_to(sampler: Sampler) -> None:
-    running = sampler.start()
-    await sampler.in_engine()
+    running = await sampler.begun()
     sampler.samples.end(JOB.request_id)
     sampler.move(NEW)
     assert await sampler.only(running) == ("cancelled", [(1, 1)])
@@ -153,11 +131,9 @@ async def test_an_ended_sample_that_waits_for_newer_weights_is_what_its_old_ones
     sampler: Sampler,
 ) -> None:
     sampler.snapshots.opened[NEW].clear()
-    running = sampler.start()
-    await sampler.in_engine()
+    running = await sampler.begun()
     sampler.move(NEW)
-    while sampler.snapshots.held:  # noqa: ASYNC110
-        await asyncio.sleep(0)
+    await sampler.left()
     assert sampler.admission.waiting == 1
     sampler.samples.end(JOB.request_id)
     assert await sampler.only(running) == ("cancelled", [(1, 1)])
@@ -172,8 +148,7 @@ async def test_a_sample_that_is_ended_before_it_began_has_no_tokens(sampler: Sam
 
 
 async def test_a_sequence_that_the_engine_ends_by_itself_is_an_error(sampler: Sampler) -> None:
-    running = sampler.start()
-    await sampler.in_engine()
+    running = await sampler.begun()
     sampler.engine.finish("cancelled")
     with pytest.raises(Internal, match="by itself"):
         await running

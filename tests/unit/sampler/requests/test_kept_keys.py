@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from services.common.contract.errors import Internal
 from tests.unit.sampler.requests.moved import JOB, KEPT, NEW, NEWER, NEWEST, OLD, Sampler, settled
 
 
-@pytest.fixture
-def sampler(tmp_path: Path) -> Sampler:
-    return Sampler(tmp_path)
-
-
 async def test_a_sample_that_keeps_its_keys_and_values_stays_in_the_engine_and_shifts_to_newer_weights(
     sampler: Sampler,
 ) -> None:
-    running = sampler.start(KEPT)
-    await sampler.in_engine()
-    for weights in (NEW, OLD, NEWER):
-        sampler.move(weights)
-        await settled()
+    running = await sampler.begun(KEPT)
+    await sampler.move_on(NEW, OLD, NEWER)
     assert sampler.engine.shifted == [2, 3]
     assert sampler.engine.at_once == [], "nothing is interrupted"
     sampler.engine.finish("length")
@@ -34,11 +24,8 @@ async def test_a_sample_that_keeps_its_keys_and_values_goes_on_while_it_waits_an
     sampler: Sampler,
 ) -> None:
     sampler.snapshots.opened[NEW].clear()
-    running = sampler.start(KEPT)
-    await sampler.in_engine()
-    for weights in (NEW, NEWER, NEWEST):
-        sampler.move(weights)
-        await settled()
+    running = await sampler.begun(KEPT)
+    await sampler.move_on(NEW, NEWER, NEWEST)
     assert (sampler.engine.shifted, running.done()) == ([], False)
     sampler.snapshots.opened[NEW].set()
     await settled()
@@ -51,12 +38,8 @@ async def test_a_sample_that_keeps_its_keys_and_values_passes_over_weights_that_
     sampler: Sampler,
 ) -> None:
     sampler.snapshots.missing.add(NEW)
-    running = sampler.start(KEPT)
-    await sampler.in_engine()
-    sampler.move(NEW)
-    await settled()
-    sampler.move(NEWER)
-    await settled()
+    running = await sampler.begun(KEPT)
+    await sampler.move_on(NEW, NEWER)
     assert sampler.engine.shifted == [3]
     sampler.engine.finish("stop")
     assert (await sampler.only(running))[0] == "stop"
@@ -66,11 +49,8 @@ async def test_a_shift_that_fails_ends_no_sample_and_is_the_last(
     sampler: Sampler, caplog: pytest.LogCaptureFixture
 ) -> None:
     sampler.engine.refuses = Internal("it failed in the engine")
-    running = sampler.start(KEPT)
-    await sampler.in_engine()
-    for weights in (NEW, NEWER):
-        sampler.move(weights)
-        await settled()
+    running = await sampler.begun(KEPT)
+    await sampler.move_on(NEW, NEWER)
     sampler.engine.finish("length")
     assert (await sampler.only(running))[0] == "length"
     assert "does not move to newer weights: model@2: it failed in the engine" in caplog.text
@@ -80,11 +60,9 @@ async def test_a_shift_that_fails_ends_no_sample_and_is_the_last(
 async def test_a_sample_that_keeps_its_keys_and_values_ends_with_what_it_has_come_to(
     sampler: Sampler,
 ) -> None:
-    running = sampler.start(KEPT)
-    await sampler.in_engine()
+    running = await sampler.begun(KEPT)
     sampler.snapshots.opened[NEW].clear()
-    sampler.move(NEW)
-    await settled()
+    await sampler.move_on(NEW)
     sampler.samples.end(KEPT.request_id)
     assert await sampler.only(running) == ("cancelled", [(1, 1)])
     assert (sampler.engine.at_once, sampler.engine.shifted) == ([True], [])
@@ -94,11 +72,8 @@ async def test_under_a_sample_of_all_weights_of_a_model_these_are_replaced_and_t
     sampler: Sampler,
 ) -> None:
     sampler.snapshots.adapters = False
-    running = sampler.start(KEPT)
-    await sampler.in_engine()
-    for weights in (NEW, NEWER):
-        sampler.move(weights)
-        await settled()
+    running = await sampler.begun(KEPT)
+    await sampler.move_on(NEW, NEWER)
     assert (sampler.engine.shifted, sampler.engine.at_once) == ([], [])
     sampler.engine.finish("length")
     await sampler.only(running)
@@ -110,11 +85,8 @@ async def test_a_sample_that_waits_for_all_weights_of_a_model_is_given_the_newes
 ) -> None:
     sampler.snapshots.adapters = False
     sampler.snapshots.opened[NEW].clear()
-    running = sampler.start(KEPT)
-    await sampler.in_engine()
-    for weights in (NEW, NEWER):
-        sampler.move(weights)
-        await settled()
+    running = await sampler.begun(KEPT)
+    await sampler.move_on(NEW, NEWER)
     sampler.engine.finish("length")
     await sampler.only(running)
     assert sampler.snapshots.used == [1, 3]

@@ -13,7 +13,6 @@ from services.sampler.snapshots.full_snapshots import FullSnapshots
 from services.sampler.snapshots.incoming import IncomingSnapshot
 from services.sampler.snapshots.residency import Residency
 from services.sampler.snapshots.snapshots import Snapshots
-from services.sampler.snapshots.staging import Staging
 
 KEY = SnapshotKey("session:train:0", 3)
 OTHER = SnapshotKey("session:train:0", 4)
@@ -95,12 +94,16 @@ class Engine:
         return 10
 
 
-def around(engine: Engine, directory: Path) -> Snapshots:
-    """Three adapters lie in the store; there is room for one in memory, and for 20 bytes of full models."""
+def around(engine: Engine, directory: Path, full: FullSnapshots, **more: bool) -> Snapshots:
+    """Three adapters lie in the store; there is room for one in memory.
+
+    Args:
+        more: as of `Snapshots`.
+    """
     data_dir = DataDir(directory)
     for key in (KEY, OTHER, THIRD):
         stored = data_dir.snapshot(key.model_id, key.version)
         stored.mkdir(parents=True)
         (stored / "adapter_model.safetensors").write_bytes(bytes(10))
-    full = FullSnapshots(engine, data_dir, Staging(20, copies=1))
-    return Snapshots(engine, data_dir, Residency(10, first_adapter_id=100, copies=1), AdapterSlots(2), full)
+    residency = Residency(10, first_adapter_id=100, copies=1)
+    return Snapshots(engine, data_dir, residency, AdapterSlots(2), full, **more)
