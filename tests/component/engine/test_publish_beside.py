@@ -17,14 +17,11 @@ import torch
 from safetensors.numpy import load_file
 from torch import Tensor
 
-from services.common.process.crashes import CrashLedger
 from services.common.process.threads import WorkerThread
 from services.common.storage.data_dir import DataDir
 from services.trainer.compute.data import LoraSpec, ModelState
 from services.trainer.compute.engine import Engine
 from services.trainer.convert import Target
-from services.trainer.execution.control_ops import ControlOps
-from services.trainer.execution.executor import Executor
 from services.trainer.execution.resident_models import Model, OperationResult, new_sequence
 from services.trainer.files.base import Base
 from services.trainer.order.scheduler import Limits
@@ -37,7 +34,7 @@ from services.trainer.world.world import World
 from tests.component.engine.data import LORA, trained_looking
 from tests.component.trainer.receiver import Receiver
 from tests.component.trainer.world import BASE_MODEL, batch, forward_backward, logprobs, step
-from tests.unit.trainer.execution.roomy import Roomy
+from tests.unit.trainer.execution.executing import Roomy, executor_of, ledger
 from tinsmith.internal.v1 import operation_pb2
 
 pytestmark = pytest.mark.heavy
@@ -67,28 +64,19 @@ class Trainer:
     """Rank 0's parts that execute and publish, over an engine of this process."""
 
     def __init__(self, engine: Engine, client: redis.asyncio.Redis, url: str, base: Path, data: Path) -> None:
-        unused: Any = None
-        adapters: Any = Roomy()
         self.engine = engine
         self.thread = WorkerThread("engine")
         self.world = World(self.thread, engine, Channel(0, 1, timedelta(seconds=60)), 60)
         self.sender = Broadcaster(client, url, BASE_MODEL, "cpu", torch.float32)
         self.models: dict[str, Model] = {}
-        control = ControlOps(
+        self._executor = executor_of(
             self.world,
-            checkpoints=unused,
+            self.models,
+            ledger(data / "executing"),
+            Target(BASE_MODEL, TOKENS, True),
+            Limits(1, TOKENS),
             publisher=Publisher(DataDir(data), Base(BASE_MODEL, str(base)), self.sender),
-            base=unused,
-            states=unused,
-            changed=lambda _: None,
-            durable=unused,
-            full=unused,
-            adapters=adapters,
-            snapshot_steps=1,
-        )
-        crashes = CrashLedger[tuple[str, int]](data / "executing", tuple[str, int], "trainer")
-        self._executor = Executor(
-            self.world, self.models, control, Target(BASE_MODEL, TOKENS, True), Limits(1, TOKENS), crashes
+            adapters=Roomy(),
         )
 
     @asynccontextmanager

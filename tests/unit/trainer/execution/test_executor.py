@@ -14,24 +14,22 @@ from prometheus_client import REGISTRY
 
 from services.common.contract.errors import InvalidRequest, ModelNotResident, Unavailable
 from services.common.contract.tensors import from_values
-from services.common.process.crashes import CrashLedger
 from services.trainer import convert
 from services.trainer.compute.data import MicroBatch, Pass, PassOp, Row
 from services.trainer.convert import Forward, Target
 from services.trainer.execution import executor as module
-from services.trainer.execution.control_ops import ControlOps
 from services.trainer.execution.executor import READ_ASIDE_BYTES, Executor
 from services.trainer.execution.measures import count_pass
 from services.trainer.execution.resident_models import Model, Rejected
-from services.trainer.order.scheduler import Limits
 from tests.unit.gateway.tensors import tensor
+from tests.unit.trainer.execution.executing import executor_of, ledger
 from tinsmith.internal.v1 import operation_pb2
 
 
 def executor() -> Executor:
     """One that has no world yet."""
     nothing: Any = None
-    return Executor(nothing, {}, nothing, Target("org/base", 64, True), Limits(1, 64), nothing)
+    return executor_of(None, {}, nothing)
 
 
 def operation(tokens: int) -> operation_pb2.Operation:
@@ -62,10 +60,8 @@ async def test_a_large_operation_is_read_in_a_thread_and_a_small_one_at_once(
 
 
 async def test_what_waits_is_known_by_the_class_of_its_owner_until_it_has_its_result(tmp_path: Path) -> None:
-    crashes = CrashLedger[tuple[str, int]](tmp_path / "crashes", tuple[str, int], "trainer")
-    nothing: Any = None
     queues: dict[str, Model] = {}
-    taking = Executor(nothing, queues, nothing, Target("org/base", 64, True), Limits(1, 64), crashes)
+    taking = executor_of(None, queues, ledger(tmp_path / "crashes"))
 
     def send(owner: str, count: int) -> None:
         model_id = f"{owner}:train:0"
@@ -89,23 +85,11 @@ async def test_what_waits_is_known_by_the_class_of_its_owner_until_it_has_its_re
 async def test_a_creation_that_meets_redis_away_is_asked_for_again_and_the_trainer_goes_on(
     tmp_path: Path,
 ) -> None:
-    nothing: Any = None
-
     async def durable(model_id: str) -> int | None:
         raise redis.exceptions.ConnectionError("refused")
 
-    control = ControlOps(
-        *(nothing, nothing, nothing, nothing, nothing),
-        changed=nothing,
-        durable=durable,
-        full=nothing,
-        adapters=nothing,
-        snapshot_steps=1,
-    )
-    crashes = CrashLedger[tuple[str, int]](tmp_path / "crashes", tuple[str, int], "trainer")
     models: dict[str, Model] = {}
-    target = Target("org/base", 64, True)
-    executing = Executor(nothing, models, control, target, Limits(1, 64), crashes)
+    executing = executor_of(None, models, ledger(tmp_path / "crashes"), durable=durable)
     running = asyncio.create_task(executing.run())
     asked = operation_pb2.Operation(model_id="s:train:0", seq_id=0)
     asked.create_model.base_model, asked.create_model.lora.rank = "org/base", 8

@@ -5,25 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from services.common.contract.errors import Internal, NotFound, Overloaded, TinsmithError
-from services.common.process.crashes import CrashLedger
-from services.common.process.threads import WorkerThread
-from services.trainer.compute.data import LoraSpec
-from services.trainer.convert import Target
-from services.trainer.execution.control_ops import ControlOps
-from services.trainer.execution.executor import Executor
-from services.trainer.execution.resident_models import Model, OperationResult, new_sequence
-from services.trainer.order.scheduler import Limits
-from services.trainer.world.channel import Channel
-from services.trainer.world.world import World
-from tests.unit.trainer.execution.roomy import Roomy
-from tests.unit.trainer.execution.test_turns_of_models import Recorded, batch, step
+from services.trainer.execution.resident_models import Model, OperationResult
+from tests.unit.trainer.execution import executing
+from tests.unit.trainer.execution.executing import Recorded, batch, resident, step
 from tinsmith.internal.v1 import operation_pb2
 
 
@@ -32,26 +21,11 @@ class Dropping(Recorded):
         self.commands.append(("drop", (model_id,)))
 
 
-class Trainer(Roomy):
+class Trainer(executing.Trainer):
     """Two models, of which one is on the host; it comes back as the test says."""
 
     def __init__(self, directory: Path) -> None:
-        unused: Any = None
-        self.engine: Any = Dropping()
-        self.thread = WorkerThread("engine")
-        world = World(self.thread, self.engine, Channel(0, 1, timedelta(seconds=5)), 5)
-        adapters: Any = self
-        control = ControlOps(
-            world, unused, unused, unused, unused, lambda _: None, unused, unused, adapters, 1
-        )
-        self.models = {
-            name: Model(name, new_sequence(0), created=True, lora=LoraSpec(8), host_bytes=host_bytes)
-            for name, host_bytes in (("away", 1), ("here", 0))
-        }
-        crashes = CrashLedger[tuple[str, int]](directory / "executing", tuple[str, int], "trainer")
-        self.executor = Executor(
-            world, self.models, control, Target("org/base", 64, True), Limits(1, 64), crashes
-        )
+        super().__init__(Dropping(), directory, resident("away", host_bytes=1), resident("here"))
         self.may_come = asyncio.Event()
         self.may_come.set()
         self.refusals: list[TinsmithError] = []
@@ -68,21 +42,20 @@ class Trainer(Roomy):
             raise self.refusals.pop(0)
         model.host_bytes = 0
 
-    async def ask(self, operation: operation_pb2.Operation) -> asyncio.Future[OperationResult]:
-        work = await self.executor.read(operation)
-        result = self.executor.submit(operation, work, operation.seq_id - 1, epoch=1)
-        assert isinstance(result, asyncio.Future)
-        return result
+    async def held_up(self) -> asyncio.Future[OperationResult]:
+        """Something waits for the one on the host, which was asked for and does not come yet."""
+        self.may_come.clear()
+        waiting = await self.ask(batch("away", 1))
+        while not self.asked:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        return waiting
 
 
 @asynccontextmanager
 async def running(directory: Path) -> AsyncIterator[Trainer]:
     trainer = Trainer(directory)
-    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
-        group.create_task(trainer.executor.run())
+    async with trainer.executes():
         yield trainer
-        trainer.executor.stop()
-    trainer.thread.close()
 
 
 async def test_others_go_on_while_one_comes_back_and_then_it_runs_in_order(tmp_path: Path) -> None:
@@ -128,11 +101,8 @@ async def test_a_model_on_the_host_is_unloaded_from_there(tmp_path: Path) -> Non
 
 async def test_what_waits_for_a_model_that_went_meanwhile_is_told_so_once(tmp_path: Path) -> None:
     async with running(tmp_path) as trainer:
-        trainer.may_come.clear()
         trainer.refusals = [NotFound("it is gone")]
-        waiting = await trainer.ask(batch("away", 1))
-        while not trainer.asked:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        waiting = await trainer.held_up()
         trainer.executor.evict(trainer.models["away"], NotFound("another trainer has it"))
         trainer.may_come.set()
         with pytest.raises(NotFound, match="another trainer"):
@@ -141,20 +111,14 @@ async def test_what_waits_for_a_model_that_went_meanwhile_is_told_so_once(tmp_pa
 
 async def test_nothing_comes_back_to_a_trainer_that_stops(tmp_path: Path) -> None:
     async with running(tmp_path) as trainer:
-        trainer.may_come.clear()
-        waiting = await trainer.ask(batch("away", 1))
-        while not trainer.asked:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        waiting = await trainer.held_up()
     assert trainer.models["away"].host_bytes and not trainer.models["away"].held
     assert not waiting.done(), "it runs after the restart"
 
 
 async def test_a_model_that_is_gone_is_not_held_by_what_waited_for_it(tmp_path: Path) -> None:
     async with running(tmp_path) as trainer:
-        trainer.may_come.clear()
-        waiting = await trainer.ask(batch("away", 1))
-        while not trainer.asked:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        waiting = await trainer.held_up()
         gone = trainer.models["away"]
         trainer.executor.evict(gone, NotFound("another trainer has it"))
         while gone.held:  # noqa: ASYNC110

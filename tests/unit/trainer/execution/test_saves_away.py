@@ -15,15 +15,11 @@ from services.common.process.pools import Pool
 from services.trainer.compute.data import ModelState
 from services.trainer.execution import control_ops, held_up
 from services.trainer.files import transfers
+from tests.unit.trainer.execution.executing import step
 from tests.unit.trainer.execution.test_storage_away import MINE, Trainer, load, running
-from tests.unit.trainer.execution.test_turns_of_models import step
 from tinsmith.internal.v1 import operation_pb2
 
-
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_up, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(held_up, "LONGEST_PAUSE_S", 0.002)
+pytestmark = pytest.mark.usefixtures("soon")
 
 
 def save(model_id: str, seq_id: int) -> operation_pb2.Operation:
@@ -77,8 +73,7 @@ async def test_a_save_whose_storage_goes_away_in_the_middle_waits_too(
     async with running(tmp_path, model_state) as trainer:
         await stepped(trainer)
         trainer.storage.away, trainer.storage.takes = False, False
-        with pytest.raises(StorageAway, match=r"weights/mine cannot be saved at present.*Broken pipe"):
-            await (await trainer.ask(save(MINE, 2)))
+        await trainer.puts_off(save(MINE, 2), r"weights/mine cannot be saved at present.*Broken pipe")
         trainer.storage.takes = True
         assert (await trainer.comes_to(save(MINE, 2))).HasField("save_state")
 
@@ -114,8 +109,7 @@ async def test_an_export_waits_for_its_storage_before_it_lets_others_pass_and_fa
     monkeypatch.setattr(control_ops, "weight_files", lambda *_: {"x": lambda path: path.write_text("one")})
     async with running(tmp_path, model_state) as trainer:
         await stepped(trainer)
-        with pytest.raises(StorageAway, match=r"external_weights/mine-2 does not answer"):
-            await (await trainer.ask(export(MINE, 2)))
+        await trainer.puts_off(export(MINE, 2), r"external_weights/mine-2 does not answer")
         trainer.storage.away = False
         assert (await trainer.comes_to(export(MINE, 2))).HasField("save_external")
         trainer.storage.takes = False
@@ -133,8 +127,7 @@ async def test_a_storage_that_hangs_is_away_and_takes_no_thread_from_other_work(
         trainer.storage.away, trainer.storage.hangs = False, threading.Event()
         try:
             for operation in (save(MINE, 2), load("a", 1)):
-                with pytest.raises(StorageAway, match=r"hangs: no answer of the checkpoints' storage within"):
-                    await (await trainer.ask(operation))
+                await trainer.puts_off(operation, r"hangs: no answer of the checkpoints' storage within")
             # More than hang, of those that everything else shares.
             together = [asyncio.to_thread(time.sleep, 0.0) for _ in range(64)]
             await asyncio.gather(*together)

@@ -7,7 +7,6 @@ import errno
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +15,19 @@ from prometheus_client import REGISTRY
 
 from services.common.contract import ids
 from services.common.contract.errors import ModelNotResident, StorageAway
-from services.common.process.crashes import CrashLedger
-from services.common.process.threads import WorkerThread
 from services.common.storage.base import Key, Writer
 from services.common.storage.directory import DirectoryStorage
 from services.trainer.compute.data import LoraSpec, ModelState
-from services.trainer.convert import Target
 from services.trainer.execution import held_up
-from services.trainer.execution.control_ops import ControlOps
-from services.trainer.execution.executor import Executor
-from services.trainer.execution.resident_models import Model, OperationResult, new_sequence
+from services.trainer.execution.resident_models import OperationResult
 from services.trainer.execution.states import States
 from services.trainer.files.base import Base
 from services.trainer.files.checkpoints import CheckpointStore
-from services.trainer.order.scheduler import Limits
-from services.trainer.world.channel import Channel
-from services.trainer.world.world import World
-from tests.unit.trainer.execution.roomy import Roomy
-from tests.unit.trainer.execution.test_turns_of_models import Recorded, step
+from tests.unit.trainer.execution import executing
+from tests.unit.trainer.execution.executing import Recorded, ledger, resident, step
 from tinsmith.internal.v1 import operation_pb2
+
+pytestmark = pytest.mark.usefixtures("soon")
 
 SAVED = ids.model_id("s", 9)
 """The model whose checkpoint is loaded."""
@@ -98,36 +91,24 @@ class Loading(Recorded):
         return ModelState(LoraSpec(8), {}, {}, steps)
 
 
-class Trainer(Roomy):
+class Trainer(executing.Trainer):
     """One with the models "a", "b" and MINE, and a checkpoint whose storage is away."""
 
     def __init__(self, directory: Path, saved: ModelState) -> None:
-        unused: Any = None
-        self.engine: Any = Loading()
-        self.thread = WorkerThread("engine")
-        world = World(self.thread, self.engine, Channel(0, 1, timedelta(seconds=5)), 5)
+        self._base, self._staging = Base("org/base", "/models/base"), directory / "staging"
         self.storage = Outage(directory / "checkpoints")
-        checkpoints = CheckpointStore(self.storage, Base("org/base", "/models/base"), directory / "staging")
-        checkpoints.save(SAVED, 1, "weights/best", False, saved)
+        self.checkpoints = CheckpointStore(self.storage, self._base, self._staging)
+        self.checkpoints.save(SAVED, 1, "weights/best", False, saved)
         self.storage.away = True
-        adapters: Any = self
-        self.checkpoints = checkpoints
-        base = Base("org/base", "/models/base")
-        control = ControlOps(
-            *(world, checkpoints, unused, base, States(world, base, directory / "staging")),
-            changed=lambda _: None,
-            durable=self._durable,
-            full=unused,
-            adapters=adapters,
-            snapshot_steps=1,
-        )
-        self.models = {
-            name: Model(name, new_sequence(0), created=True, lora=LoraSpec(8)) for name in ["a", "b", MINE]
+        super().__init__(Loading(), directory, *map(resident, ("a", "b", MINE)))
+
+    def parts(self) -> dict[str, Any]:
+        return {
+            "checkpoints": self.checkpoints,
+            "base": self._base,
+            "states": States(self.world, self._base, self._staging),
+            "durable": self._durable,
         }
-        self.ledger = directory / "executing"
-        crashes = CrashLedger[tuple[str, int]](self.ledger, tuple[str, int], "trainer")
-        target = Target("org/base", 64, True)
-        self.executor = Executor(world, self.models, control, target, Limits(1, 64), crashes)
 
     async def _durable(self, model_id: str) -> int | None:
         return None
@@ -136,14 +117,10 @@ class Trainer(Roomy):
     async def room(self, model_id: str, lora: LoraSpec) -> AsyncIterator[int]:
         yield 1
 
-    async def ask(self, operation: operation_pb2.Operation) -> asyncio.Future[OperationResult]:
-        work = await self.executor.read(operation)
-        result = self.executor.submit(operation, work, operation.seq_id - 1, epoch=1)
-        if isinstance(result, asyncio.Future):
-            return result
-        done: asyncio.Future[OperationResult] = asyncio.get_running_loop().create_future()
-        done.set_result(result)
-        return done
+    async def puts_off(self, operation: operation_pb2.Operation, match: str | None = None) -> None:
+        """Who asks for it is told that the storage is away."""
+        with pytest.raises(StorageAway, match=match):
+            await (await self.ask(operation))
 
     async def comes_to(self, operation: operation_pb2.Operation) -> OperationResult:
         """The result for a caller that asks again whenever it is told that the storage is away."""
@@ -161,17 +138,8 @@ class Trainer(Roomy):
 @asynccontextmanager
 async def running(directory: Path, saved: ModelState) -> AsyncIterator[Trainer]:
     trainer = Trainer(directory, saved)
-    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
-        group.create_task(trainer.executor.run())
+    async with trainer.executes():
         yield trainer
-        trainer.executor.stop()
-    trainer.thread.close()
-
-
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_up, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(held_up, "LONGEST_PAUSE_S", 0.002)
 
 
 def load(model_id: str, seq_id: int, checkpoint_id: str = "weights/best") -> operation_pb2.Operation:
@@ -210,8 +178,7 @@ async def test_however_often_a_load_is_tried_it_has_begun_once(
 
     before = begun()
     async with running(tmp_path, model_state) as trainer:
-        with pytest.raises(StorageAway):
-            await (await trainer.ask(load("a", 1)))
+        await trainer.puts_off(load("a", 1))
         await trainer.was_asked(4)
         trainer.storage.away = False
         assert (await trainer.comes_to(load("a", 1))).HasField("load_state")
@@ -220,8 +187,7 @@ async def test_however_often_a_load_is_tried_it_has_begun_once(
 
 async def test_a_creation_from_a_state_waits_for_it_too(tmp_path: Path, model_state: ModelState) -> None:
     async with running(tmp_path, model_state) as trainer:
-        with pytest.raises(StorageAway):
-            await (await trainer.ask(create_from_it()))
+        await trainer.puts_off(create_from_it())
         await trainer.was_asked(4)
         trainer.storage.away = False
         assert (await trainer.comes_to(create_from_it())).HasField("create_model")
@@ -233,12 +199,11 @@ async def test_what_waits_for_its_storage_is_not_blamed_when_the_trainer_dies(
 ) -> None:
     async with running(tmp_path, model_state) as trainer:
         held_up.FIRST_PAUSE_S = held_up.LONGEST_PAUSE_S = 60.0
-        with pytest.raises(StorageAway):
-            await (await trainer.ask(load("a", 1)))
+        await trainer.puts_off(load("a", 1))
         # As when it is killed now.
         successor = tmp_path / "successor"
         successor.write_bytes(trainer.ledger.read_bytes())
-        assert not CrashLedger[tuple[str, int]](successor, tuple[str, int], "trainer").is_suspect(("a", 1))
+        assert not ledger(successor).is_suspect(("a", 1))
 
 
 async def test_a_load_is_given_up_after_minutes_and_may_be_sent_again(
@@ -277,8 +242,7 @@ async def test_a_model_that_moves_meanwhile_is_let_go_at_once(
 ) -> None:
     async with running(tmp_path, model_state) as trainer:
         held_up.FIRST_PAUSE_S = held_up.LONGEST_PAUSE_S = 60.0
-        with pytest.raises(StorageAway):
-            await (await trainer.ask(load("a", 1)))
+        await trainer.puts_off(load("a", 1))
         again = await trainer.ask(load("a", 1))
         gone = trainer.models["a"]
         trainer.executor.evict(gone, ModelNotResident("another trainer went on with it"))
@@ -292,8 +256,7 @@ async def test_the_log_says_once_that_it_waits_and_once_that_it_goes_on(
 ) -> None:
     caplog.set_level("INFO")
     async with running(tmp_path, model_state) as trainer:
-        with pytest.raises(StorageAway):
-            await (await trainer.ask(load("a", 1)))
+        await trainer.puts_off(load("a", 1))
         await trainer.was_asked(6)
         trainer.storage.away = False
         await trainer.comes_to(load("a", 1))
