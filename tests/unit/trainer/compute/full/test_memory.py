@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from services.common.worlds.sharding import Sharding
 from services.trainer.compute.full.config import FullModelConfig
@@ -16,13 +13,6 @@ from services.trainer.compute.memory.buffers import FlatBuffers
 MIB, GIB = 2**20, 2**30
 ELEMENTS, LARGEST = 8_000_000_000, 600_000_000
 NO_PROCESS_ADDRESSES = 1 << 50
-
-
-@pytest.fixture
-def world_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def config(stage: int, dtype: torch.dtype, *, offload: bool = False) -> FullModelConfig:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from services.common.process import failpoints
 from services.trainer.compute.data import AdamSpec, LoraSpec, ModelState
@@ -18,28 +13,16 @@ from services.trainer.compute.memory.buffers import FlatBuffers
 from services.trainer.compute.memory.failures import NoMemory
 from services.trainer.compute.optimizer import AdapterOptimizer
 from services.trainer.compute.tenant import LoraTenant
+from tests.unit.trainer.compute.gradients import give_gradient
 
 ADAM = AdamSpec(1e-2, weight_decay=0.1)
 
-
-@pytest.fixture(autouse=True)
-def world_of_one(tmp_path: Path) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 def made(name: str) -> LoraTenant:
     adapter = Adapter(LoraSpec(2), {"lm_head": LinearShape(8, 16)}, name, "cpu", 8, torch.bfloat16)
     return LoraTenant(adapter, FlatBuffers())
-
-
-def give_gradient(tenant: LoraTenant, seq_id: int) -> None:
-    tenant.begin(seq_id)
-    gradient, _ = tenant.gradient(seq_id)
-    gradient.copy_(torch.from_numpy(np.random.default_rng(seq_id).normal(size=gradient.numel())))
-    tenant.note_added(seq_id)
 
 
 def trained(*names: str) -> list[LoraTenant]:

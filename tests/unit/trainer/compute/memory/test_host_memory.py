@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from prometheus_client import REGISTRY
 
 from services.common.contract.errors import InvalidRequest
@@ -21,26 +16,14 @@ from services.trainer.compute.memory import capacity
 from services.trainer.compute.memory.buffers import FlatBuffers
 from services.trainer.compute.memory.host import Away, pieces
 from services.trainer.compute.tenant import LoraTenant
+from tests.unit.trainer.compute.gradients import give_gradient
 
-
-@pytest.fixture(autouse=True)
-def world_of_one(tmp_path: Path) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 def made(dtype: torch.dtype, role: str = "policy") -> LoraTenant:
     adapter = Adapter(LoraSpec(2, seed=0, role=role), {"lm_head": LinearShape(8, 16)}, "m", "cpu", 8, dtype)  # type: ignore[arg-type]
     return LoraTenant(adapter, FlatBuffers())
-
-
-def give_gradient(tenant: LoraTenant, seq_id: int) -> None:
-    tenant.begin(seq_id)
-    gradient, _ = tenant.gradient(seq_id)
-    gradient.copy_(torch.from_numpy(np.random.default_rng(seq_id).normal(size=gradient.numel())))
-    tenant.note_added(seq_id)
 
 
 def on_device(tenant: LoraTenant) -> int:
