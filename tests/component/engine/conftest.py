@@ -12,8 +12,10 @@ from services.launcher.tiny_model import make_tiny_model
 from services.trainer.compute.data import LoraSpec
 from services.trainer.compute.engine import Engine
 from tests.component.engine.data import VOCAB
+from tests.component.engine.engines import engine_of
 from tests.component.engine.process import play
 from tests.component.engine.ranks.worlds import WORLDS, Reports
+from tests.unit.trainer.compute.architectures import FLAT, config_of, random_model
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +28,15 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose head is not the embedding, so that ZeRO-3 shards it apart."""
     path = tmp_path_factory.mktemp("untied")
     return make_tiny_model(path, vocab=VOCAB, layers=2, tie_embeddings=False)
+
+
+@pytest.fixture(scope="session")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random mixture of experts."""
+    path = tmp_path_factory.mktemp("experts")
+    config = config_of("qwen3_moe", {**FLAT["qwen3_moe"], "vocab_size": VOCAB})
+    random_model(config, "eager").save_pretrained(path)
+    return path
 
 
 @pytest.fixture(scope="session")
@@ -50,9 +61,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def loaded(directory: Path, one_rank: None) -> Engine:
-    return Engine(
-        model_path=str(directory), device="cpu", dtype="float32", zero_stage=0, rank=0, world_size=1
-    )
+    return engine_of(directory)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ import pytest
 
 from services.launcher.machine import free_port
 from services.trainer.compute.base_model import init_distributed
-from services.trainer.compute.engine import Engine
+from tests.component.engine.engines import engine_of
 
 IMPORTED = [__name__, "deepspeed", "transformers.models.qwen3.modeling_qwen3"]
 _TIMEOUT_S = 500
@@ -143,14 +143,6 @@ def _play(world: World) -> None:
     here = world
     rank = int(os.environ["RANK"])
     init_distributed("cpu")
-    engine = Engine(
-        model_path=str(world.directory),
-        device="cpu",
-        dtype=world.dtype,
-        zero_stage=world.stage,
-        rank=rank,
-        world_size=int(os.environ["WORLD_SIZE"]),
-        offload_optimizer=world.offload,
-    )
+    engine = engine_of(world.directory, dtype=world.dtype, stage=world.stage, offload_optimizer=world.offload)
     scenario = importlib.import_module(f"{__package__}.{world.module}").scenario
     (world.out / f"rank{rank}.msgpack").write_bytes(msgspec.msgpack.encode(scenario(engine)))

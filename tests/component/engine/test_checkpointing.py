@@ -11,6 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from services.trainer.compute.data import RowResult
 from services.trainer.compute.engine import Engine
 from tests.component.engine.data import ADAM, CRITIC, LORA, ce_row, critic_row, flat, op, trained_model, work
+from tests.component.engine.engines import engine_of
 
 pytestmark = pytest.mark.heavy
 
@@ -30,15 +31,7 @@ def trained(engine: Engine) -> tuple[list[RowResult], list[np.ndarray]]:
 
 
 def test_checkpointing_changes_no_number(engine: Engine, directory: Path) -> None:
-    checkpointed = Engine(
-        model_path=str(directory),
-        device="cpu",
-        dtype="float32",
-        zero_stage=0,
-        rank=0,
-        world_size=1,
-        activation_checkpointing=True,
-    )
+    checkpointed = engine_of(directory, activation_checkpointing=True)
     blocks = [
         block
         for block in checkpointed._base._scorer.modules()

@@ -29,6 +29,7 @@ from tests.component.engine.data import (
     with_input,
     work,
 )
+from tests.component.engine.engines import engine_of
 from tests.component.engine.reference import ReferenceModel, assert_same_outputs, values
 
 pytestmark = pytest.mark.heavy
@@ -371,9 +372,7 @@ def test_a_model_that_is_not_there_is_named(engine: Engine) -> None:
 
 
 def test_a_bfloat16_base_trains_float32_adapters(directory: Path, one_rank: None) -> None:
-    engine = Engine(
-        model_path=str(directory), device="cpu", dtype="bfloat16", zero_stage=0, rank=0, world_size=1
-    )
+    engine = engine_of(directory, dtype="bfloat16")
     state = trained_model(engine, "m")
     rows = [ce_row(seed, 24) for seed in range(4)]
     rows = [with_input(row, "weights", np.ones(24, np.float32)) for row in rows]

@@ -30,6 +30,7 @@ from tests.component.engine.data import (
     with_input,
     work,
 )
+from tests.component.engine.engines import engine_of
 from tests.component.engine.reference import ReferenceModel, values
 
 pytestmark = pytest.mark.heavy
@@ -207,15 +208,7 @@ def test_the_same_batch_comes_to_the_same_bits(engine: Engine) -> None:
 
 
 def test_checkpointed_activations_change_no_number(engine: Engine, directory: Path) -> None:
-    checkpointed = Engine(
-        model_path=str(directory),
-        device="cpu",
-        dtype="float32",
-        zero_stage=0,
-        rank=0,
-        world_size=1,
-        activation_checkpointing=True,
-    )
+    checkpointed = engine_of(directory, activation_checkpointing=True)
     found, expected = outcome(checkpointed, *everything()), outcome(engine, *everything())
     assert found[0] == expected[0]
     for model_id, gradient in expected[1].items():

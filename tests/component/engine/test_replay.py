@@ -18,7 +18,6 @@ from services.trainer.compute.engine import Engine
 from tests.component.engine.data import (
     LORA,
     NO_CLIP,
-    VOCAB,
     ce_row,
     flat,
     given_experts,
@@ -26,8 +25,8 @@ from tests.component.engine.data import (
     trained_model,
     work,
 )
+from tests.component.engine.engines import engine_of
 from tests.component.engine.reference import values
-from tests.unit.trainer.compute.architectures import FLAT, config_of, random_model
 from tests.unit.trainer.compute.replay.test_routers import force, of_softmax
 
 pytestmark = pytest.mark.heavy
@@ -35,25 +34,9 @@ pytestmark = pytest.mark.heavy
 ROUTING = Routing(layers=2, top_k=2, experts=4)
 
 
-@pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("experts")
-    config = config_of("qwen3_moe", {**FLAT["qwen3_moe"], "vocab_size": VOCAB})
-    random_model(config, "eager").save_pretrained(path)
-    return path
-
-
 @pytest.fixture(scope="module", params=[False, True], ids=["kept", "checkpointed"])
 def routing_engine(experts: Path, one_rank: None, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    yield Engine(
-        model_path=str(experts),
-        device="cpu",
-        dtype="float32",
-        zero_stage=0,
-        rank=0,
-        world_size=1,
-        activation_checkpointing=request.param,
-    )
+    yield engine_of(experts, activation_checkpointing=request.param)
 
 
 def group() -> list[Row]:

@@ -14,6 +14,7 @@ from services.trainer.compute.engine import Engine
 from services.trainer.compute.full.model import FullModel
 from tests.component.engine import process
 from tests.component.engine.data import ADAM, LORA, NO_CLIP, ce_row, op, trained_model, work
+from tests.component.engine.engines import engine_of
 
 RANKS = 4
 WAYS = {
@@ -111,18 +112,7 @@ def scenario(engine: Engine) -> Reports:
     heard = listen()
     found = {}
     for name, sharding in WAYS.items():
-        made = engine if sharding == Sharding() else _engine(sharding)
+        first = sharding == Sharding()
+        made = engine if first else engine_of(process.here.directory, stage=3, sharding=sharding)
         found[name] = play_one(made, heard)
     return Reports(found)
-
-
-def _engine(sharding: Sharding) -> Engine:
-    return Engine(
-        model_path=str(process.here.directory),
-        device="cpu",
-        dtype="float32",
-        zero_stage=3,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        sharding=sharding,
-    )

@@ -7,22 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.component.engine.data import VOCAB, flat
+from tests.component.engine.data import flat
 from tests.component.engine.process import play
 from tests.component.engine.ranks.experts import ROWS, STEPS, Report
 from tests.component.engine.reference import values
-from tests.unit.trainer.compute.architectures import FLAT, config_of, random_model
 
 pytestmark = pytest.mark.heavy
-
-
-@pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random mixture of experts."""
-    path = tmp_path_factory.mktemp("experts")
-    config = config_of("qwen3_moe", {**FLAT["qwen3_moe"], "vocab_size": VOCAB})
-    random_model(config, "eager").save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="module")

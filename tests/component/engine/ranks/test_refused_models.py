@@ -10,7 +10,7 @@ import torch
 
 from services.common.contract.errors import InvalidRequest
 from services.trainer.compute.base_model import init_distributed
-from services.trainer.compute.engine import Engine
+from tests.component.engine.engines import engine_of
 from tests.component.engine.process import run_ranks
 from tests.unit.trainer.compute.architectures import SINGLE, config_of, random_model
 
@@ -27,14 +27,7 @@ def refused(directory: Path, stage: int, dtype: str) -> None:
     """What a rank does."""
     init_distributed("cpu")
     with pytest.raises(InvalidRequest, match=rf"^{directory}: \w+ForCausalLM changes its logits"):
-        Engine(
-            model_path=str(directory),
-            device="cpu",
-            dtype=dtype,
-            zero_stage=stage,
-            rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
-        )
+        engine_of(directory, dtype=dtype, stage=stage)
     (directory.parent / f"refused{os.environ['RANK']}").touch()
 
 

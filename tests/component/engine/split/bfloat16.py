@@ -6,13 +6,13 @@ The same sequences in bfloat16 by all ranks together and each by one rank, and i
 from __future__ import annotations
 
 import msgspec
-import torch.distributed as dist
 
 from services.common.contract.tensors import HostTensor
 from services.trainer.compute.data import PassOp, RowResult
 from services.trainer.compute.engine import Engine
 from tests.component.engine import process
 from tests.component.engine.data import trained_model, work
+from tests.component.engine.engines import engine_of
 from tests.component.engine.split.operations import CASES, gradient, together
 
 LOSSES = ("cross_entropy", "gspo", "ppo_critic")
@@ -47,14 +47,7 @@ def numbers(engine: Engine, case: str, *, split: bool) -> Numbers:
 
 def scenario(exact: Engine) -> Report:
     """In a world whose engine computes in float32."""
-    engine = Engine(
-        model_path=str(process.here.directory),
-        device="cpu",
-        dtype="bfloat16",
-        zero_stage=0,
-        rank=dist.get_rank(),
-        world_size=exact.world_size,
-    )
+    engine = engine_of(process.here.directory, dtype="bfloat16")
     return Report(
         {case: numbers(exact, case, split=False) for case in LOSSES},
         {case: numbers(engine, case, split=False) for case in LOSSES},
