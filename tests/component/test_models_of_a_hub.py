@@ -18,7 +18,7 @@ from services.common.process.process import REFUSED
 from services.launcher.machine import free_port
 from services.trainer.world.launch import launch_command
 from tests.announced import find
-from tests.component.own_redis import redis_server
+from tests.component.own_redis import started_redis
 from tests.component.sampler.process import make_model
 from tests.model_hub import Hub, served
 
@@ -30,10 +30,7 @@ COMMANDS: dict[str, Callable[[list[str]], list[str]]] = {
 PATIENCE_S = 420.0
 
 
-@pytest.fixture(scope="module")
-def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as url:
-        yield url
+own_redis = pytest.fixture(started_redis, scope="module", name="own_redis")
 
 
 @dataclass

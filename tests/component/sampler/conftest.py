@@ -10,14 +10,10 @@ from functools import cache
 
 import pytest
 
-from services.common.process import rpc
 from tests.component.sampler.process import (
-    MODEL_ID,
     Sampler,
-    make_adapter,
     make_model,
     replica,
-    write_snapshot,
 )
 from tests.reference import Reference
 from tinsmith.internal.v1 import sampler_pb2_grpc
@@ -38,16 +34,14 @@ def sampler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampler]:
     options = ("--max-loras", "2", "--max-sequences", "64", "--full-snapshot-cache-gib", "0.001")
     with replica(directory, model_dir, *options) as started:
         for version, (rank, targets) in STORED.items():
-            write_snapshot(
-                started.data_dir.snapshot(MODEL_ID, version), make_adapter(version, rank, **targets), rank
-            )
+            started.store_adapter(version, rank, **targets)
         yield started
 
 
 @pytest.fixture
 async def stub(sampler: Sampler) -> AsyncIterator[sampler_pb2_grpc.SamplerServiceStub]:
-    async with rpc.channel(sampler.address) as channel:
-        yield sampler_pb2_grpc.SamplerServiceStub(channel)
+    async with sampler.client() as stub:
+        yield stub
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +50,7 @@ def judge(sampler: Sampler):  # type: ignore[no-untyped-def]
 
     @cache
     def made(version: int) -> Reference:
-        directory = sampler.data_dir.snapshot(MODEL_ID, version)
+        directory = sampler.stored(version)
         if (directory / "config.json").exists():
             return Reference(directory)
         return Reference(sampler.model_dir, directory if version else None)

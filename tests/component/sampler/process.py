@@ -12,11 +12,12 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
@@ -25,6 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from services.common import weights
 from services.common.contract.tensors import TensorSpec
+from services.common.process import rpc
 from services.common.storage.data_dir import DataDir
 from services.launcher.machine import free_port
 from services.launcher.tiny_model import make_tiny_model
@@ -34,6 +36,7 @@ from tinsmith.v1 import models_pb2, sampling_pb2, types_pb2
 
 MODEL_ID = "session:train:0"
 BASE_MODEL = "tinsmith/tiny"
+NEVER = sampling_pb2.StopCondition(never={})
 VOCAB, HIDDEN, LAYERS, CONTEXT, INTERMEDIATE = 512, 64, 2, 512, 128
 ATTN = {
     "q_proj": (HIDDEN, HIDDEN),
@@ -182,6 +185,24 @@ class Sampler:
     def family(self) -> list[psutil.Process]:
         """Its child processes."""
         return psutil.Process(self.process.pid).children(recursive=True)
+
+    def stored(self, version: int) -> Path:
+        """Where a snapshot of MODEL_ID lies in the store, or would."""
+        return self.data_dir.snapshot(MODEL_ID, version)
+
+    def store_adapter(self, version: int, rank: int = 8, **shape: Any) -> Path:
+        """Has one lie there as `make_adapter` makes it of its version."""
+        return write_snapshot(self.stored(version), make_adapter(version, rank, **shape), rank)
+
+    def store_full(self, version: int) -> Path:
+        """The same of a full model."""
+        return write_full(self.stored(version), self.model_dir, make_full(self.model_dir, version))
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[sampler_pb2_grpc.SamplerServiceStub]:
+        """A client of its own."""
+        async with rpc.channel(self.address) as channel:
+            yield sampler_pb2_grpc.SamplerServiceStub(channel)
 
     def stop(self) -> int:
         """Ends it with SIGTERM; returns its exit code."""

@@ -13,6 +13,7 @@ from services.common import weights
 from tests.component.sampler.process import (
     HIDDEN,
     MODEL_ID,
+    NEVER,
     Sampler,
     floats,
     incoming,
@@ -28,14 +29,12 @@ from tests.component.sampler.process import (
 )
 from tests.reference import Reference
 from tinsmith.internal.v1 import sampler_pb2
-from tinsmith.v1 import sampling_pb2
 
 GLOO = sampler_pb2.WEIGHT_MEDIUM_GLOO
 
 pytestmark = pytest.mark.heavy
 
 TOLERANCE = 1e-4
-NEVER = sampling_pb2.StopCondition(never={})
 
 
 async def test_a_broadcast_snapshot_serves_while_running_generations_go_on_undisturbed(

@@ -13,23 +13,18 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from services.common.process import rpc
 from services.common.state import registry
 from services.common.state.redis_client import connect
 from tests.component.sampler.process import (
     CONTEXT,
-    MODEL_ID,
+    NEVER,
     Sampler,
     floats,
     ints,
-    make_adapter,
-    make_full,
     prompt,
     replica,
     request,
     sample,
-    write_full,
-    write_snapshot,
 )
 from tests.component.sampler.test_sampled_logprobs import check_sampled_logprobs
 from tests.reference import Reference
@@ -41,7 +36,6 @@ pytestmark = [pytest.mark.heavy, pytest.mark.long]
 TOLERANCE = 1e-4
 DRAFT, NGRAM = 4, 5
 ADAPTER, FULL = 1, 9
-NEVER = sampling_pb2.StopCondition(never={})
 STOP = sampling_pb2.STOP_REASON_STOP
 LETTERS = (64, 65)
 """a and b. Of two tokens what was sampled comes again and again, and half of all drafts hold."""
@@ -58,16 +52,15 @@ def drafting(sampler: Sampler, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def started_to_draft(sampler: Sampler, directory: Path, *more: str) -> Iterator[Sampler]:
     options = ("--speculative-ngram-tokens", str(DRAFT), "--max-loras", "2", "--max-sequences", "64", *more)
     with replica(directory, sampler.model_dir, *options) as started:
-        write_snapshot(started.data_dir.snapshot(MODEL_ID, ADAPTER), make_adapter(ADAPTER, 8), 8)
-        full = make_full(sampler.model_dir, FULL)
-        write_full(started.data_dir.snapshot(MODEL_ID, FULL), sampler.model_dir, full)
+        started.store_adapter(ADAPTER)
+        started.store_full(FULL)
         yield started
 
 
 @pytest.fixture
 async def drafts(drafting: Sampler) -> AsyncIterator[sampler_pb2_grpc.SamplerServiceStub]:
-    async with rpc.channel(drafting.address) as channel:
-        yield sampler_pb2_grpc.SamplerServiceStub(channel)
+    async with drafting.client() as stub:
+        yield stub
 
 
 def lettered(
@@ -142,8 +135,7 @@ async def test_two_workers_that_draft_sample_what_one_does_that_does_not(
 ) -> None:
     options = ("--tensor-parallel-size", "2", "--kv-cache-gib", "0.25")
     with started_to_draft(sampler, tmp_path, *options) as wide:
-        async with rpc.channel(wide.address) as channel:
-            drafts = sampler_pb2_grpc.SamplerServiceStub(channel)
+        async with wide.client() as drafts:
             found = await asyncio.gather(*(sample(drafts, wanted) for wanted in asked()))
             plain = await asyncio.gather(*(sample(stub, wanted) for wanted in asked()))
             for index, (one, other) in enumerate(zip(found, plain, strict=True)):
@@ -243,7 +235,7 @@ async def test_what_was_kept_of_a_cancelled_sample_is_its_beginning(stub, drafts
 async def test_a_full_model_and_the_base_model_after_it_answer_as_the_reference(
     drafts, drafting: Sampler, judge
 ) -> None:
-    full = Reference(drafting.data_dir.snapshot(MODEL_ID, FULL))
+    full = Reference(drafting.stored(FULL))
     for version, model in ((FULL, full), (0, judge(0))):
         tokens = prompt(15, 6) * 3
         result = await sample(

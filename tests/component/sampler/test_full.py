@@ -20,6 +20,7 @@ from services.trainer.publish.publisher import Publisher
 from tests.component.sampler.process import (
     BASE_MODEL,
     MODEL_ID,
+    NEVER,
     Sampler,
     floats,
     ints,
@@ -41,7 +42,6 @@ pytestmark = pytest.mark.heavy
 TOLERANCE = 1e-5
 # Adapters add sums of products as large as the base's.
 ADAPTER_TOLERANCE = 1e-4
-NEVER = sampling_pb2.StopCondition(never={})
 DTYPES = {
     torch.float32: types_pb2.DATA_TYPE_FLOAT32,
     torch.bfloat16: types_pb2.DATA_TYPE_BFLOAT16,
@@ -53,11 +53,7 @@ FULL = (201, 202)
 def stored(sampler: Sampler) -> Iterator[None]:
     """Two full versions lie in the store from the beginning."""
     for version in FULL:
-        write_full(
-            sampler.data_dir.snapshot(MODEL_ID, version),
-            sampler.model_dir,
-            make_full(sampler.model_dir, version),
-        )
+        sampler.store_full(version)
     yield
 
 
@@ -172,7 +168,7 @@ async def test_what_the_trainer_publishes_is_answered_from_the_wire_and_from_the
     received = await sample(stub, greedy(prompt(10, 30), 220))
     check(judge(220), prompt(10, 30), received)
     # The same model under another version, which the sampler has to read.
-    shutil.copytree(sampler.data_dir.snapshot(MODEL_ID, 220), sampler.data_dir.snapshot(MODEL_ID, 221))
+    shutil.copytree(sampler.stored(220), sampler.stored(221))
     read = await sample(stub, greedy(prompt(10, 30), 221))
     for result, version in ((received, 220), (read, 221)):
         (sequence,) = result.sequences
@@ -232,14 +228,14 @@ async def test_weights_that_do_not_fit_fail_their_requests_and_nothing_else(
         213: (whole | {"lm_head.weight": torch.zeros(512, 64)}, "lm_head"),
     }
     for version, (tensors, hint) in wrong.items():
-        write_full(sampler.data_dir.snapshot(MODEL_ID, version), sampler.model_dir, tensors)
+        write_full(sampler.stored(version), sampler.model_dir, tensors)
         response = await stub.Sample(greedy(prompt(7, 9), version), timeout=150)
         assert hint in response.error.message
         assert response.error.category == types_pb2.ERROR_CATEGORY_USER
         for good in (201, 0):
             check(judge(good), prompt(7, 9), await sample(stub, greedy(prompt(7, 9), good)))
     tied = whole | {"lm_head.weight": whole["model.embed_tokens.weight"].clone()}
-    write_full(sampler.data_dir.snapshot(MODEL_ID, 214), sampler.model_dir, tied)
+    write_full(sampler.stored(214), sampler.model_dir, tied)
     check(judge(214), prompt(7, 9), await sample(stub, greedy(prompt(7, 9), 214)))
 
 
@@ -248,13 +244,13 @@ async def test_a_refused_version_leaves_the_weights_that_are_served_in_the_engin
 ) -> None:
     whole = make_full(sampler.model_dir, 1)
     write_full(
-        sampler.data_dir.snapshot(MODEL_ID, 215),
+        sampler.stored(215),
         sampler.model_dir,
         whole | {"model.norm.weight": torch.zeros(3)},
     )
     check(judge(202), prompt(7, 9), await sample(stub, greedy(prompt(7, 9), 202)))
     # From here on they are in the engine and nowhere else.
-    stored = sampler.data_dir.snapshot(MODEL_ID, 202)
+    stored = sampler.stored(202)
     aside = stored.rename(stored.with_name("aside"))
     try:
         for _ in range(2):

@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -21,17 +20,15 @@ from services.common.process.carrier.asking import Link
 from services.common.state import registry
 from services.common.state.redis_client import connect
 from services.gateway.cluster.discovery import call_error
-from tests.component.own_redis import redis_server
+from tests.component.own_redis import started_redis
 from tests.component.sampler.process import (
-    MODEL_ID,
+    NEVER,
     floats,
     ints,
     launch,
-    make_adapter,
     make_model,
     request,
     wait_ready,
-    write_snapshot,
 )
 from tests.reference import Reference
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
@@ -40,13 +37,9 @@ from tinsmith.v1 import sampling_pb2
 pytestmark = pytest.mark.heavy
 
 SAMPLE = "/tinsmith.internal.v1.SamplerService/Sample"
-NEVER = sampling_pb2.StopCondition(never={})
 
 
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as url:
-        yield url
+redis_url = pytest.fixture(started_redis, scope="module", name="redis_url")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +52,7 @@ async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(
     tmp_path: Path, model_dir: Path, redis_url: str
 ) -> None:
     sampler = launch(tmp_path, model_dir, redis_url)
-    snapshot = write_snapshot(sampler.data_dir.snapshot(MODEL_ID, 1), make_adapter(1, 8), 8)
+    snapshot = sampler.store_adapter(1)
     await asyncio.to_thread(wait_ready, sampler)
     family = sampler.family()
     async with rpc.channel(sampler.address) as channel, rpc.channel(sampler.address) as late:

@@ -14,21 +14,19 @@ import torch
 from tests.component.sampler.kept import check_kept
 from tests.component.sampler.process import (
     MODEL_ID,
+    NEVER,
     Sampler,
     floats,
     ints,
-    make_full,
     prompt,
     request,
     sample,
-    write_full,
 )
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 from tinsmith.v1 import sampling_pb2
 
 pytestmark = pytest.mark.heavy
 
-NEVER = sampling_pb2.StopCondition(never={})
 CANCELLED, LENGTH = sampling_pb2.STOP_REASON_CANCELLED, sampling_pb2.STOP_REASON_LENGTH
 TOLERANCE = 1e-4
 FULL = (301, 302, 303)
@@ -40,8 +38,7 @@ COPY = 3
 def stored(sampler: Sampler) -> Iterator[None]:
     """Full versions lie in the store beside the adapters."""
     for version in FULL:
-        directory = sampler.data_dir.snapshot(MODEL_ID, version)
-        write_full(directory, sampler.model_dir, make_full(sampler.model_dir, version))
+        sampler.store_full(version)
     yield
 
 
@@ -210,9 +207,9 @@ async def test_what_looks_back_goes_on_over_a_change_of_weights_that_keeps_keys_
 ) -> None:
     """A version that is a copy of the one before makes what that would have made."""
     copy = original + COPY
-    copied = sampler.data_dir.snapshot(MODEL_ID, copy)
+    copied = sampler.stored(copy)
     if not copied.exists():
-        copied.symlink_to(sampler.data_dir.snapshot(MODEL_ID, original))
+        copied.symlink_to(sampler.stored(original))
     if original == 1:
         await bring(stub, copy)
 
@@ -273,7 +270,7 @@ async def test_generations_of_all_weights_keep_their_keys_and_values_once_those_
 async def test_a_generation_gets_on_however_fast_newer_weights_come(sampler: Sampler, stub) -> None:
     first, most = 1000, 4000
     for version in range(first, most):
-        sampler.data_dir.snapshot(MODEL_ID, version).symlink_to(sampler.data_dir.snapshot(MODEL_ID, 2))
+        sampler.stored(version).symlink_to(sampler.stored(2))
     before = measured_updates(sampler)
     wanted = request(prompt(74, 10), first, n=2, max_tokens=20, stop=NEVER, seed=5)
     wanted.moves = True

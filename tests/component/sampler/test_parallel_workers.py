@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from services.common import weights
-from services.common.process import rpc
 from services.common.state import registry
 from services.common.state.redis_client import connect
 from tests.component.sampler.kept import check_kept
 from tests.component.sampler.process import (
     BASE_MODEL,
     MODEL_ID,
+    NEVER,
     Sampler,
     floats,
     incoming,
@@ -58,19 +58,17 @@ async def sampler(shape: tuple[int, int], tmp_path: Path) -> AsyncIterator[Sampl
     # Prompts are computed in several steps.
     options += ("--max-sequences", "16", "--max-batched-tokens", "64")
     with replica(tmp_path, model_dir, *options, "--max-loras", "2", "--kv-cache-gib", "0.25") as started:
-        write_snapshot(started.data_dir.snapshot(MODEL_ID, STORED), make_adapter(STORED, 8), 8)
+        started.store_adapter(STORED)
         # Layers are 0 and 1.
         strange = {
             name.replace("layers.1", "layers.2"): one for name, one in make_adapter(STRANGE, 8).items()
         }
-        write_snapshot(started.data_dir.snapshot(MODEL_ID, STRANGE), strange, 8)
-        full = make_full(model_dir, FULL)
-        write_full(started.data_dir.snapshot(MODEL_ID, FULL), model_dir, full)
-        newer = make_full(model_dir, NEWER)
-        write_full(started.data_dir.snapshot(MODEL_ID, NEWER), model_dir, newer)
+        write_snapshot(started.stored(STRANGE), strange, 8)
+        started.store_full(FULL)
+        started.store_full(NEWER)
         # The last stage alone would miss it.
-        half = {name: one for name, one in full.items() if name != "model.norm.weight"}
-        write_full(started.data_dir.snapshot(MODEL_ID, HALF), model_dir, half)
+        half = {name: one for name, one in make_full(model_dir, FULL).items() if name != "model.norm.weight"}
+        write_full(started.stored(HALF), model_dir, half)
         yield started
 
 
@@ -89,9 +87,8 @@ async def test_several_workers_answer_as_the_reference_from_store_and_from_wire(
     sampler: Sampler, shape: tuple[int, int], tmp_path: Path
 ) -> None:
     workers = shape[0] * shape[1]
-    stored = sampler.data_dir.snapshot(MODEL_ID, STORED)
-    async with rpc.channel(sampler.address) as channel:
-        stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+    stored = sampler.stored(STORED)
+    async with sampler.client() as stub:
         await check(stub, 0, Reference(sampler.model_dir))
         await check(stub, STORED, Reference(sampler.model_dir, stored))
         group = await join(stub, sampler, epoch=1, workers=workers)
@@ -107,7 +104,7 @@ async def test_several_workers_answer_as_the_reference_from_store_and_from_wire(
         for version, why in ((STRANGE, "layers.2"), (HALF, "norm")):
             refused = await stub.Sample(request(prompt(1, 5), version), timeout=120)
             assert refused.error.category == types_pb2.ERROR_CATEGORY_USER and why in refused.error.message
-        await check(stub, FULL, Reference(sampler.data_dir.snapshot(MODEL_ID, FULL)))
+        await check(stub, FULL, Reference(sampler.stored(FULL)))
         await check(stub, STORED, Reference(sampler.model_dir, stored))
         await _check_together(stub)
         judges = {
@@ -115,7 +112,7 @@ async def test_several_workers_answer_as_the_reference_from_store_and_from_wire(
             BROADCAST: Reference(sampler.model_dir, arrived),
         }
         await _check_kept(stub, judges)
-        fulls = {each: Reference(sampler.data_dir.snapshot(MODEL_ID, each)) for each in (FULL, NEWER)}
+        fulls = {each: Reference(sampler.stored(each)) for each in (FULL, NEWER)}
         await _check_kept(stub, fulls)
         group.abort()
     client = connect(sampler.redis_url)
@@ -128,7 +125,6 @@ async def _check_together(stub: sampler_pb2_grpc.SamplerServiceStub) -> None:
     """Requests that share steps, of which a pipeline computes several at once, sample what they do alone."""
 
     def asked() -> list[sampler_pb2.SampleRequest]:
-        never = sampling_pb2.StopCondition(never={})
         every = [
             request(
                 prompt(seed, 5 + 30 * seed),
@@ -136,7 +132,7 @@ async def _check_together(stub: sampler_pb2_grpc.SamplerServiceStub) -> None:
                 n=2,
                 seed=seed,
                 max_tokens=30,
-                stop=never,
+                stop=NEVER,
                 frequency_penalty=0.5,
             )
             for seed in range(9)
@@ -157,7 +153,7 @@ async def _check_kept(stub: sampler_pb2_grpc.SamplerServiceStub, judges: dict[in
     """Sequences that go on with other weights keep their keys and values on all workers."""
     old, new = judges
     tokens = prompt(9, 20)
-    wanted = request(tokens, old, n=2, max_tokens=400, stop=sampling_pb2.StopCondition(never={}), seed=2)
+    wanted = request(tokens, old, n=2, max_tokens=400, stop=NEVER, seed=2)
     wanted.moves = wanted.keeps_kv = True
     asked = sampler_pb2.StreamSampleRequest(sample=wanted)
     to = sampler_pb2.Snapshot(model_id=MODEL_ID, version=new)

@@ -11,22 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.process import rpc
 from tests.component.sampler.kept import check_kept
 from tests.component.sampler.process import (
     MODEL_ID,
+    NEVER,
     Sampler,
     floats,
     ints,
-    make_adapter,
-    make_full,
     make_model,
     prompt,
     replica,
     request,
     sample,
-    write_full,
-    write_snapshot,
 )
 from tests.reference import Reference
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
@@ -36,7 +32,6 @@ pytestmark = pytest.mark.heavy
 
 ADAPTER, NEWER, MANY = 1, 2, 5
 FULL, NEWER_FULL = 11, 12
-NEVER = sampling_pb2.StopCondition(never=sampling_pb2.StopCondition.Never())
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +41,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampler]:
     model_dir = make_model(directory / "model", tied=True)
     with replica(directory, model_dir, "--kv-cache-gib", "0.0005", "--max-context", "400") as started:
         for version in (ADAPTER, NEWER):
-            write_snapshot(started.data_dir.snapshot(MODEL_ID, version), make_adapter(version, 8), 8)
+            started.store_adapter(version)
         for version in (FULL, NEWER_FULL):
-            write_full(started.data_dir.snapshot(MODEL_ID, version), model_dir, make_full(model_dir, version))
+            started.store_full(version)
         yield started
 
 
@@ -77,8 +72,7 @@ def preempted(sampler: Sampler) -> float:
 
 async def test_what_was_begun_again_has_the_scores_and_the_tokens_that_it_has_alone(small: Sampler) -> None:
     models = {0: Reference(small.model_dir, None), ADAPTER: Reference(small.model_dir, snapshot(small))}
-    async with rpc.channel(small.address) as channel:
-        stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+    async with small.client() as stub:
         together = await asyncio.gather(*(sample(stub, wanted) for wanted in asked()))
         assert preempted(small) > 0
         alone = [await sample(stub, wanted) for wanted in asked()]
@@ -101,8 +95,7 @@ async def test_what_had_moved_with_its_keys_and_values_and_was_begun_again_says_
         for each, path in stored.items()
     }
     wanted, begun_again = [(old, False), (new, True), (new, False)], list[list[tuple[int, bool]]]()
-    async with rpc.channel(small.address) as channel:
-        stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+    async with small.client() as stub:
         if old == ADAPTER:
             await sample(stub, request(prompt(1, 3), new, max_tokens=1))
         for _ in range(10):
@@ -147,4 +140,4 @@ async def moved(
 
 
 def snapshot(sampler: Sampler, version: int = ADAPTER) -> Path:
-    return sampler.data_dir.snapshot(MODEL_ID, version)
+    return sampler.stored(version)

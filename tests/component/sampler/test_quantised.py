@@ -11,15 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.common.process import rpc
 from services.common.state import registry
 from services.common.state.redis_client import connect
 from tests.component.sampler.process import (
-    MODEL_ID,
     Sampler,
     floats,
     ints,
-    make_adapter,
     make_full,
     make_model,
     prompt,
@@ -27,10 +24,8 @@ from tests.component.sampler.process import (
     request,
     sample,
     write_full,
-    write_snapshot,
 )
 from tests.reference import Reference
-from tinsmith.internal.v1 import sampler_pb2_grpc
 from tinsmith.v1 import types_pb2
 
 pytestmark = [pytest.mark.heavy, pytest.mark.long]
@@ -85,16 +80,15 @@ def sampler(tmp_path: Path) -> Iterator[Sampler]:
     model_dir = make_model(tmp_path / "model", tied=False)
     write_quantised(model_dir, tmp_path / "quantised")
     with replica(tmp_path, tmp_path / "quantised", "--kv-cache-gib", "0.25") as started:
-        write_snapshot(started.data_dir.snapshot(MODEL_ID, ADAPTER), make_adapter(ADAPTER, 8), 8)
-        write_full(started.data_dir.snapshot(MODEL_ID, FULL), model_dir, make_full(model_dir, FULL))
+        started.store_adapter(ADAPTER)
+        write_full(started.stored(FULL), model_dir, make_full(model_dir, FULL))
         yield started
 
 
 async def test_its_base_model_is_sampled_and_what_it_cannot_run_is_announced_and_refused(
     sampler: Sampler, tmp_path: Path
 ) -> None:
-    async with rpc.channel(sampler.address) as channel:
-        stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+    async with sampler.client() as stub:
         result = await sample(stub, request(prompt(1, 20), scores=True, max_tokens=12))
         tokens = prompt(1, 20) + ints(result.sequences[0].tokens)
         found = torch.cat([floats(result.prompt_logprobs)[1:], floats(result.sequences[0].logprobs)])

@@ -14,6 +14,7 @@ from services.common.process import rpc
 from services.launcher.tiny_model import write_tokenizer
 from tests.component.sampler.process import (
     CONTEXT,
+    NEVER,
     VOCAB,
     Sampler,
     floats,
@@ -35,7 +36,6 @@ from tinsmith.v1 import sampling_pb2
 pytestmark = pytest.mark.heavy
 
 EXPERTS, TOP_K, LAYERS = 300, 3, 2
-NEVER = sampling_pb2.StopCondition(never=sampling_pb2.StopCondition.Never())
 SETTINGS = {
     **{"vocab_size": VOCAB, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1},
     **{"head_dim": 32, "max_position_embeddings": CONTEXT, "num_hidden_layers": 3},
@@ -115,8 +115,7 @@ def judge(small: Sampler) -> Judge:
 async def test_they_are_of_the_prompt_and_of_all_sampled_tokens_but_the_last(
     small: Sampler, judge: Judge
 ) -> None:
-    async with rpc.channel(small.address) as channel:
-        stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+    async with small.client() as stub:
         tokens = prompt(1, 130)
         before = await sample(stub, request(tokens, max_tokens=4))
         # What was computed for others tells nothing of its experts, so it is computed again, in three steps.
@@ -145,8 +144,7 @@ async def test_what_was_begun_again_beside_others_has_its_own(small: Sampler, ju
         asking(prompt(30 + index, 40 + index), seed=index, max_tokens=220, stop=NEVER) for index in range(5)
     ]
     others = [request(prompt(50 + index, 30), seed=index, max_tokens=60) for index in range(3)]
-    async with rpc.channel(small.address) as channel:
-        stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+    async with small.client() as stub:
         together = await asyncio.gather(*(sample(stub, wanted) for wanted in several + others))
     assert preempted(small) > before
     for wanted, result in zip(several, together, strict=False):
@@ -158,8 +156,7 @@ async def test_what_was_begun_again_beside_others_has_its_own(small: Sampler, ju
 async def test_a_stream_and_a_sample_that_is_kept_have_those_of_their_tokens(
     small: Sampler, judge: Judge
 ) -> None:
-    async with rpc.channel(small.address) as channel:
-        stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+    async with small.client() as stub:
         wanted = asking(prompt(9, 60), max_tokens=300, stop=NEVER)
         answers = stub.StreamSample(sampler_pb2.StreamSampleRequest(sample=wanted), timeout=120)
         parts = []
@@ -188,8 +185,7 @@ async def test_drafts_that_do_not_hold_leave_nothing_behind(drafting: Sampler, j
 
 async def test_a_model_that_routes_nothing_has_none_to_tell(tmp_path: Path) -> None:
     with replica(tmp_path, make_model(tmp_path / "model", tied=True)) as started:
-        async with rpc.channel(started.address) as channel:
-            stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+        async with started.client() as stub:
             response = await stub.Sample(asking(prompt(1, 8)))
             assert response.error.code == "routed_experts_not_supported"
             assert (await status(stub)).running == 0

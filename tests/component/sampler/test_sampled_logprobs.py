@@ -11,7 +11,15 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.component.sampler.drawn_from import drawn_from
-from tests.component.sampler.process import Sampler, floats, ints, prompt, request, sample
+from tests.component.sampler.process import (
+    NEVER,
+    Sampler,
+    floats,
+    ints,
+    prompt,
+    request,
+    sample,
+)
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 from tinsmith.v1 import sampling_pb2
 
@@ -19,7 +27,6 @@ pytestmark = pytest.mark.heavy
 
 TOLERANCE, SHARE = 1e-4, 2e-5
 K, LETTERS = 4, (64, 65, 66, 67)
-NEVER = sampling_pb2.StopCondition(never={})
 EOS = sampling_pb2.StopCondition(model_eos={})
 LETTERS_LONG = 12
 REGEX = f"[abc]{{{LETTERS_LONG}}}"

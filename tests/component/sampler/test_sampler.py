@@ -16,7 +16,7 @@ from services.common.state.redis_client import connect
 from tests.component.sampler.process import (
     BASE_MODEL,
     CONTEXT,
-    MODEL_ID,
+    NEVER,
     VOCAB,
     Sampler,
     floats,
@@ -40,7 +40,6 @@ TOLERANCE = 1e-4
 SHARE = 2e-5
 """Of a log-probability of a prompt's token, as well: an adapter of these tests makes some of -13, and which
 kernels a CPU has decides over 1e-5 of that."""
-NEVER = sampling_pb2.StopCondition(never={})
 
 
 async def test_sampled_logprobs_are_the_models_at_any_temperature(stub, judge) -> None:
@@ -254,9 +253,9 @@ async def test_a_snapshot_that_does_not_fit_fails_its_request_and_not_the_engine
 ) -> None:
     tensors = make_adapter(8, 4, attn=False, unembed=False)
     name = "model.layers.0.mlp.down_proj.lora_A"
-    write_snapshot(sampler.data_dir.snapshot(MODEL_ID, 80), tensors | {name: torch.ones(4, 999)}, 4)
-    write_snapshot(sampler.data_dir.snapshot(MODEL_ID, 81), {"model.x.lora_A": torch.ones(4, 8)}, 4)
-    write_snapshot(sampler.data_dir.snapshot(MODEL_ID, 82), make_adapter(1, 136, mlp=False), 136)
+    write_snapshot(sampler.stored(80), tensors | {name: torch.ones(4, 999)}, 4)
+    write_snapshot(sampler.stored(81), {"model.x.lora_A": torch.ones(4, 8)}, 4)
+    write_snapshot(sampler.stored(82), make_adapter(1, 136, mlp=False), 136)
     for version, hint in ((80, "does not fit"), (81, "model.x"), (82, "rank is 136")):
         response = await stub.Sample(request([1], version), timeout=60)
         assert hint in response.error.message
@@ -268,7 +267,7 @@ async def test_weights_that_give_no_numbers_fail_their_request_and_not_the_engin
 ) -> None:
     tensors = make_adapter(9, 4, attn=False, mlp=False)
     tensors["lm_head.lora_B"].fill_(math.nan)
-    write_snapshot(sampler.data_dir.snapshot(MODEL_ID, 90), tensors, 4)
+    write_snapshot(sampler.stored(90), tensors, 4)
     for settings in ({"temperature": 0.0}, {"temperature": 1.0}, {"top_k": 3, "seed": 1, "scores": True}):
         response = await stub.Sample(request(prompt(8, 9), 90, stop=NEVER, **settings), timeout=150)
         assert response.error.code == "diverged_weights"

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from services.common import weights
-from services.common.process import rpc
 from tests.component.sampler.process import (
-    MODEL_ID,
+    NEVER,
     Sampler,
     floats,
     incoming,
@@ -31,7 +30,7 @@ from tests.component.sampler.process import (
     write_snapshot,
 )
 from tests.reference import Reference
-from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
+from tinsmith.internal.v1 import sampler_pb2
 from tinsmith.v1 import sampling_pb2
 
 pytestmark = [pytest.mark.heavy, pytest.mark.long]
@@ -53,7 +52,7 @@ async def sampler(tmp_path: Path) -> AsyncIterator[Sampler]:
     model_dir = make_model(tmp_path / "model", tied=True)
     options = ("--tensor-parallel-size", "2", "--max-loras", "2", "--kv-cache-gib", "0.25")
     with replica(tmp_path, model_dir, *options, program=("-c", HASTY)) as started:
-        write_snapshot(started.data_dir.snapshot(MODEL_ID, STORED), make_adapter(STORED, 8), 8)
+        started.store_adapter(STORED)
         yield started
 
 
@@ -77,17 +76,16 @@ def check(tokens: list[int], result: sampling_pb2.SampleResult, judge: Reference
 async def test_a_worker_that_was_stopped_for_longer_than_a_call_may_take_goes_on_and_answers_right(
     sampler: Sampler, tmp_path: Path
 ) -> None:
-    tensors, never = make_adapter(BROADCAST, 16), sampling_pb2.StopCondition(never={})
+    tensors = make_adapter(BROADCAST, 16)
     buffer, specs = weights.pack(tensors)
-    async with rpc.channel(sampler.address) as channel:
-        stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+    async with sampler.client() as stub:
         group = await join(stub, sampler, epoch=1, workers=2)
         # A job on both workers, which waits for the trainer.
         receiving = asyncio.ensure_future(
             stub.ReceiveSnapshot(incoming(1, BROADCAST, 16, buffer, specs), timeout=150)
         )
-        await sample(stub, request(prompt(1, 9), max_tokens=60, stop=never))
-        running = asyncio.create_task(sample(stub, request(prompt(2, 9), max_tokens=400, stop=never)))
+        await sample(stub, request(prompt(1, 9), max_tokens=60, stop=NEVER))
+        running = asyncio.create_task(sample(stub, request(prompt(2, 9), max_tokens=400, stop=NEVER)))
         await until_running(stub, lambda count: count == 1)
         first, second = workers_of(sampler)
         second.send_signal(signal.SIGSTOP)
@@ -101,10 +99,10 @@ async def test_a_worker_that_was_stopped_for_longer_than_a_call_may_take_goes_on
         await asyncio.to_thread(group.broadcast_buckets, buffer.split(weights.BUCKET_BYTES), 120)
         await receiving
         arrived = write_snapshot(tmp_path / "peft", tensors, 16)
-        stored = sampler.data_dir.snapshot(MODEL_ID, STORED)
+        stored = sampler.stored(STORED)
         for version, directory in ((BROADCAST, arrived), (STORED, stored), (0, None)):
             judge = base if directory is None else Reference(sampler.model_dir, directory)
-            check(prompt(4, 9), await sample(stub, request(prompt(4, 9), version, stop=never)), judge)
+            check(prompt(4, 9), await sample(stub, request(prompt(4, 9), version, stop=NEVER)), judge)
         group.abort()
         assert workers_of(sampler) == [first, second]
         status = await stub.GetSamplerStatus(sampler_pb2.GetSamplerStatusRequest(), timeout=60)

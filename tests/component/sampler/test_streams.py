@@ -11,7 +11,15 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from tests.component.sampler.process import Sampler, floats, ints, prompt, request, sample
+from tests.component.sampler.process import (
+    NEVER,
+    Sampler,
+    floats,
+    ints,
+    prompt,
+    request,
+    sample,
+)
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 from tinsmith.v1 import sampling_pb2, types_pb2
 
@@ -19,7 +27,6 @@ pytestmark = pytest.mark.heavy
 
 # Of an object, a model that knows nothing may write white space for ever.
 SCHEMA = {"enum": ["Paris", "Rome", 17]}
-NEVER = sampling_pb2.StopCondition(never={})
 EOS = sampling_pb2.StopCondition(model_eos={})
 
 

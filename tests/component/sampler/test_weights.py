@@ -9,25 +9,20 @@ from pathlib import Path
 import grpc
 import pytest
 
-from services.common.process import rpc
 from services.common.state import registry
 from services.common.state.redis_client import connect
 from tests.component.own_redis import redis_server
 from tests.component.sampler.process import (
-    MODEL_ID,
     VOCAB,
     Sampler,
     floats,
     launch,
-    make_full,
     make_model,
     prompt,
     request,
     sample,
     wait_ready,
-    write_full,
 )
-from tinsmith.internal.v1 import sampler_pb2_grpc
 
 pytestmark = pytest.mark.heavy
 
@@ -63,8 +58,7 @@ def remove_weights(directory: Path) -> None:
 
 
 async def test_logits_of_a_bfloat16_model_have_the_bits_of_float32(sampler: Sampler) -> None:
-    async with rpc.channel(sampler.address) as channel:
-        stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+    async with sampler.client() as stub:
         wanted = request(prompt(1, 20), max_tokens=8)
         wanted.topk_sample_logprobs = LIKELY
         (sequence,) = (await sample(stub, wanted)).sequences
@@ -85,9 +79,8 @@ async def test_what_it_was_started_with_is_announced(sampler: Sampler) -> None:
 async def test_a_sampler_that_does_not_get_its_weights_back_leaves_the_registry_and_ends(
     sampler: Sampler,
 ) -> None:
-    write_full(sampler.data_dir.snapshot(MODEL_ID, 201), sampler.model_dir, make_full(sampler.model_dir, 201))
-    async with rpc.channel(sampler.address) as channel:
-        stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+    sampler.store_full(201)
+    async with sampler.client() as stub:
         await sample(stub, request(prompt(2, 9), 201))
         remove_weights(sampler.model_dir)
         with pytest.raises(grpc.aio.AioRpcError):

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.component.own_redis import redis_server
-from tests.component.trainer.world import make_model
+from services.common.process import failpoints
+from tests.component.own_redis import started_redis
+from tests.component.trainer.world import made_model
+
+redis_url = pytest.fixture(started_redis, scope="module", name="redis_url")
+model_dir = pytest.fixture(made_model, scope="module", name="model_dir")
 
 
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny"))
+@pytest.fixture
+def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where faults are armed for the worlds that a test starts."""
+    directory = tmp_path / "faults"
+    directory.mkdir()
+    monkeypatch.setenv(failpoints.VARIABLE, f"dir:{directory}")
+    return directory

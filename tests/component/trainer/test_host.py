@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 import pytest
 
-from services.common.process import failpoints
 from services.common.process.faults import armed
 from services.launcher.machine import free_port
 from tests.component.trainer.world import (
@@ -148,16 +147,9 @@ def test_what_a_full_host_has_no_room_for_goes_to_the_disk(
 
 
 def test_a_rank_without_memory_for_one_that_comes_back_has_another_leave(
-    redis_url: str,
-    model_dir: Path,
-    tmp_path: Path,
-    roomy: tuple[list[Result], int],
-    monkeypatch: pytest.MonkeyPatch,
+    redis_url: str, model_dir: Path, tmp_path: Path, roomy: tuple[list[Result], int], faults: Path
 ) -> None:
     expected, size = roomy
-    faults = tmp_path / "faults"
-    faults.mkdir()
-    monkeypatch.setenv(failpoints.VARIABLE, f"dir:{faults}")
     armed.arm(faults, "trainer.before_return[trainer-1]", "error@2")
     world = World(redis_url, model_dir, tmp_path / "data", *for_two(size), "--adapter-host-gib", "0.5")
     try:

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.common.process import failpoints
 from services.common.process.crashes import MOST_CRASHES, CrashLedger
 from services.common.process.faults import armed
 from services.trainer.world.shortage import Shortage
@@ -29,14 +28,6 @@ pytestmark = [pytest.mark.heavy, pytest.mark.long]
 
 FULL = operation_pb2.CreateModel(base_model=BASE_MODEL, full=models_pb2.FullFineTuning())
 BUDGET = 64
-
-
-@pytest.fixture
-def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    directory = tmp_path / "faults"
-    directory.mkdir()
-    monkeypatch.setenv(failpoints.VARIABLE, f"dir:{directory}")
-    return directory
 
 
 def datums(seed: int, rows: int) -> list[Datum]:

@@ -11,7 +11,6 @@ import numpy as np
 import psutil
 import pytest
 
-from services.common.process import failpoints
 from services.common.process.crashes import MOST_CRASHES, CrashLedger
 from services.common.process.faults import armed
 from services.trainer.__main__ import _DISMISSAL_S
@@ -124,11 +123,9 @@ def test_sigterm_drains_and_leaves_nothing_behind(redis_url: str, model_dir: Pat
 
 
 def test_a_model_that_trainers_die_of_while_they_bring_it_back_keeps_no_other_away(
-    redis_url: str, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, model_dir: Path, tmp_path: Path, faults: Path
 ) -> None:
-    faults, data = tmp_path / "faults", tmp_path / "data"
-    faults.mkdir()
-    monkeypatch.setenv(failpoints.VARIABLE, f"dir:{faults}")
+    data = tmp_path / "data"
 
     def ledger(number: int) -> Path:
         """Of a world of this test, each of which has a name of its own."""

@@ -8,7 +8,6 @@ import numpy as np
 import psutil
 import pytest
 
-from services.common.process import failpoints
 from services.common.process.crashes import CrashLedger
 from services.common.process.faults import armed
 from tests.component.trainer.world import (
@@ -86,11 +85,8 @@ def test_sequences_that_no_rank_holds_are_trained_on_all_and_replayed_bit_for_bi
 
 
 def test_a_rank_that_fails_within_such_a_sequence_ends_the_world_at_once_and_its_operation_alone_is_blamed(
-    redis_url: str, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, model_dir: Path, tmp_path: Path, faults: Path
 ) -> None:
-    faults = tmp_path / "faults"
-    faults.mkdir()
-    monkeypatch.setenv(failpoints.VARIABLE, f"dir:{faults}")
     world = TrainerWorld(redis_url, model_dir, tmp_path / "data", 2, 0, *LITTLE)
     try:
         one_rank, longest = world.record.one_rank_tokens, world.record.max_sequence_tokens
@@ -117,11 +113,8 @@ def test_a_rank_that_fails_within_such_a_sequence_ends_the_world_at_once_and_its
 
 
 def test_a_rank_that_runs_out_of_memory_within_such_a_sequence_fails_its_operation_and_no_other(
-    redis_url: str, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, model_dir: Path, tmp_path: Path, faults: Path
 ) -> None:
-    faults = tmp_path / "faults"
-    faults.mkdir()
-    monkeypatch.setenv(failpoints.VARIABLE, f"dir:{faults}")
     first = TrainerWorld(redis_url, model_dir, tmp_path / "data", 2, 0, *LITTLE)
     try:
         one_rank, longest = first.record.one_rank_tokens, first.record.max_sequence_tokens

@@ -39,6 +39,11 @@ def make_model(directory: Path) -> Path:
     return make_tiny_model(directory, vocab=VOCAB, hidden=32, layers=2, intermediate=64, context=128)
 
 
+def made_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for a scope of tests: `model_dir = pytest.fixture(made_model, scope=..., name="model_dir")`."""
+    return make_model(tmp_path_factory.mktemp("tiny"))
+
+
 @dataclass
 class Datum:
     """Tokens with a weight of 1 on every next token."""

@@ -7,19 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.component.own_redis import redis_server
-from tests.component.trainer.world import TrainerWorld, make_model
+from tests.component.own_redis import started_redis
+from tests.component.trainer.world import TrainerWorld, made_model
 
-
-@pytest.fixture(scope="package")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as url:
-        yield url
-
-
-@pytest.fixture(scope="package")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny"))
+redis_url = pytest.fixture(started_redis, scope="package", name="redis_url")
+model_dir = pytest.fixture(made_model, scope="package", name="model_dir")
 
 
 @pytest.fixture(scope="package", params=[(1, 0), (2, 3)], ids=["1-rank-zero-0", "2-ranks-zero-3"])
