@@ -40,6 +40,12 @@ def detached(work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
     return asyncio.create_task(work, name=name, context=Context())
 
 
+def unheard(future: asyncio.Future[T]) -> asyncio.Future[T]:
+    """The future, whose error is not worth a line of the log where nobody asks for it."""
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future
+
+
 def _stop_unless_cancelled(task: asyncio.Task[None]) -> None:
     if not task.cancelled():
         log.critical("%s ended by itself; stopping", task.get_name(), exc_info=task.exception())

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from services.common.contract.errors import TinsmithError
+from services.common.process.tasks import unheard
 from services.common.telemetry.owner_class import LIGHT
 from services.common.telemetry.subject import Subject
 from services.trainer.compute.data import LoraSpec, RowResult
@@ -70,10 +71,8 @@ class Operation(QueuedOp):
 
 def new_result() -> asyncio.Future[OperationResult]:
     """The result of an operation, before it is there."""
-    result: asyncio.Future[OperationResult] = asyncio.get_running_loop().create_future()
-    # A caller may have gone away; an error that nobody fetches is not worth a log line.
-    result.add_done_callback(lambda future: future.cancelled() or future.exception())
-    return result
+    # A caller may have gone away.
+    return unheard(asyncio.get_running_loop().create_future())
 
 
 def new_sequence(applied: int = -1) -> Sequence[Operation, OperationResult]:

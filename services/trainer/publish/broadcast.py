@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Mapping, Sequence, Set
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 import grpc.aio
 import redis.asyncio
@@ -23,7 +23,7 @@ from torch import Tensor
 from services.common import weights
 from services.common.contract.tensors import DTYPES, HostTensor
 from services.common.process import rpc
-from services.common.process.tasks import cancel_all
+from services.common.process.tasks import cancel_all, unheard
 from services.common.process.threads import WorkerThread
 from services.common.state import keys, registry
 from services.common.state.registry import ServiceRecord
@@ -49,8 +49,6 @@ from services.trainer.publish.turn import Turn
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 JOIN_TIMEOUT_S = 20.0
 _ANSWER_S = 5.0
@@ -146,7 +144,7 @@ class Broadcaster:
                 return 0, 0
             if cargo is None:
                 assert not isinstance(what, Cargo)
-                cargo = await asyncio.to_thread(self._stored, lora, what)
+                cargo = await asyncio.to_thread(lambda: self._packed(lora, on_host(what)))
             request = sampler_pb2.ReceiveSnapshotRequest(
                 epoch=group.handle.epoch,
                 snapshot=snapshot,
@@ -181,9 +179,6 @@ class Broadcaster:
 
     def _packed(self, lora: LoraSpec | None, tensors: Mapping[str, Tensor]) -> Cargo:
         return whole_model(tensors) if lora is None else packed_adapter(tensors, self._dtype)
-
-    def _stored(self, lora: LoraSpec | None, arrays: Mapping[str, HostTensor]) -> Cargo:
-        return self._packed(lora, on_host(arrays))
 
     async def _current_group(self) -> Group | None:
         """The group of all live samplers, made anew when they changed; None when there are none."""
@@ -246,10 +241,7 @@ class Broadcaster:
                 timeout_seconds=JOIN_TIMEOUT_S,
                 medium=_MEDIA[medium],
             )
-            call = self._stub(member).JoinGroup(
-                request, timeout=JOIN_TIMEOUT_S + _ANSWER_S, metadata=subject.metadata()
-            )
-            calls.append(asyncio.ensure_future(_answer(call)))
+            calls.append(_called(self._stub(member).JoinGroup, request, JOIN_TIMEOUT_S))
         began = asyncio.get_running_loop().time()
         # A thread for each group: one that is stuck until its deadline must not hold up the next.
         thread = WorkerThread(f"weights-{epoch}")
@@ -325,16 +317,7 @@ class Broadcaster:
         own = asyncio.wrap_future(
             group.thread.submit(lambda: group.handle.broadcast_buckets(cargo.buckets(), timeout=limit))
         )
-        calls = [
-            asyncio.ensure_future(
-                _answer(
-                    self._stub(member).ReceiveSnapshot(
-                        request, timeout=limit + _ANSWER_S, metadata=subject.metadata()
-                    )
-                )
-            )
-            for member in group.members
-        ]
+        calls = [_called(self._stub(member).ReceiveSnapshot, request, limit) for member in group.members]
         _, unfinished = await asyncio.wait(
             [own, *calls], timeout=limit + _ANSWER_S, return_when=asyncio.FIRST_EXCEPTION
         )
@@ -360,7 +343,7 @@ class Broadcaster:
         if len(have_it) < len(group.members) or not own.done() or own.exception() is not None:
             log.warning("weight group %d is given up", group.handle.epoch)
             # The own end may be stuck until its deadline; nobody waits for it.
-            own.add_done_callback(lambda future: future.cancelled() or future.exception())
+            unheard(own)
             at_once = zip(group.members, blamed, strict=True)
             self._leave_out([member for member, guilty in at_once if guilty and member not in moved])
             self._leave()
@@ -381,8 +364,10 @@ def _gpu_uuid(device: str) -> str:
     return "" if device == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
 
 
-async def _answer(call: Awaitable[T]) -> T:
-    return await call
+def _called(method: Any, request: object, seconds: float) -> asyncio.Task[Any]:
+    """A call under way, of something that takes so long at most."""
+    call = method(request, timeout=seconds + _ANSWER_S, metadata=subject.metadata())
+    return asyncio.ensure_future(call)
 
 
 def _is_silent(call: asyncio.Future[Any]) -> bool:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from services.common.contract.errors import Internal, ModelNotResident, TinsmithError
-from services.common.process.tasks import detached
+from services.common.process.tasks import detached, unheard
 from services.common.process.threads import WorkerThread
 from services.trainer.compute.data import ModelState, ShardedState
 from services.trainer.compute.engine import Engine
@@ -208,10 +208,10 @@ class World:
         """
         # As many as there may be snapshots at once.
         thread = WorkerThread("snapshot")
-        future = asyncio.wrap_future(thread.submit(lambda: _read_only(work)))
+        future = unheard(asyncio.wrap_future(thread.submit(lambda: _read_only(work))))
         thread.close()
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return await self._ended(future, "a snapshot", self._timeout)
+        await self._wait(future, "a snapshot", self._timeout)
+        return self._found(future)
 
     async def state(self, model_id: str, *, optimizer: bool = True) -> tuple[int, ModelState]:
         """As `snapshot`, on the host."""
@@ -231,18 +231,11 @@ class World:
         async with self._writing:
             seq_id, writing = await self._run(lambda: self._write(model_id, directory), "state")
             timeout = self._timeout + writing.nbytes / SLOWEST_WRITE
-            done = asyncio.wrap_future(writing.done)
-            done.add_done_callback(lambda done: done.cancelled() or done.exception())
-            waiting: list[asyncio.Future[Any]] = [done, self._failure]
-            await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if not done.done() and not self._failure.done():
-                self._failure.set_exception(WorldFailure(f"no state was written in {timeout:g} s"))
-            if not done.done():
-                raise WorldFailure(f"the world failed: {self._failure.exception()}")
+            done = unheard(asyncio.wrap_future(writing.done))
+            await self._wait(done, "the writing of a state", timeout)
             error = done.exception()
             if error is not None and not isinstance(error, OSError):
-                if not self._failure.done():
-                    self._failure.set_exception(WorldFailure(f"a state was not written: {error}"))
+                self._fail(WorldFailure(f"a state was not written: {error}"))
                 raise WorldFailure("the ranks did not write a state") from error
             done.result()
         return seq_id, writing.step
@@ -266,9 +259,8 @@ class World:
             self._asking = None
             loop = asyncio.get_running_loop()
             submitted = self._submit(lambda: self._take_steps(loop))
-            turn = detached(self._outcome(submitted, "optimizer steps"), "optimizer steps")
             # A failure is the world's, and so those hear of it that wait.
-            turn.add_done_callback(lambda done: done.cancelled() or done.exception())
+            unheard(detached(self._outcome(submitted, "optimizer steps"), "optimizer steps"))
 
     def _submit(self, function: Callable[[], T]) -> tuple[_Turn, asyncio.Future[T]]:
         """Has the engine's thread call a function: when its turn has come, and what it came to."""
@@ -279,9 +271,7 @@ class World:
             return self._while_whole(function)
 
         # Waiting does not cancel: a caller that goes away does not undo a command the ranks have.
-        future = asyncio.wrap_future(self._thread.submit(work))
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return turn, future
+        return turn, unheard(asyncio.wrap_future(self._thread.submit(work)))
 
     async def _outcome(self, submitted: tuple[_Turn, asyncio.Future[T]], name: str, longer: float = 0.0) -> T:
         seconds = left = self._timeout + longer
@@ -293,25 +283,35 @@ class World:
                 break
             # What is before it has a deadline too, so its turn comes or the world fails.
             left = seconds if turn.began is None else turn.began + seconds - time.monotonic()
-        return self._found(future, name, seconds)
+        self._check_done(future, name, seconds)
+        return self._found(future)
 
-    async def _ended(self, future: asyncio.Future[T], name: str, seconds: float) -> T:
-        """What a call came to that has begun, or the failure of the world, which it is when it is late."""
+    async def _wait(self, future: asyncio.Future[T], name: str, seconds: float) -> None:
+        """Returns when something that has begun is done.
+
+        Raises:
+            WorldFailure: the world failed before, or does since this is late.
+        """
         waiting: list[asyncio.Future[Any]] = [future, self._failure]
         await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        return self._found(future, name, seconds)
+        self._check_done(future, name, seconds)
 
-    def _found(self, future: asyncio.Future[T], name: str, seconds: float) -> T:
-        if not future.done() and not self._failure.done():
-            self._failure.set_exception(WorldFailure(f"{name} did not finish in {seconds:g} s"))
+    def _check_done(self, future: asyncio.Future[T], name: str, seconds: float) -> None:
         if not future.done():
+            self._fail(WorldFailure(f"{name} did not finish in {seconds:g} s"))
             raise WorldFailure(f"the world failed: {self._failure.exception()}")
+
+    def _found(self, future: asyncio.Future[T]) -> T:
         try:
             return future.result()
         except WorldFailure as error:
-            if not self._failure.done():
-                self._failure.set_exception(error)
+            self._fail(error)
             raise
+
+    def _fail(self, error: WorldFailure) -> None:
+        """Has all hear of it, unless the world failed before."""
+        if not self._failure.done():
+            self._failure.set_exception(error)
 
     def _while_whole(self, function: Callable[[], T]) -> T:
         if self._broken is not None:
