@@ -68,11 +68,6 @@ class Datum:
     loss_inputs: dict[str, HostTensor]
     routed: RoutedExperts | None = None
 
-    @property
-    def routed_ids(self) -> bytes:
-        """Of the experts, nothing where none are given."""
-        return b"" if self.routed is None else self.routed.ids
-
 
 @dataclass(frozen=True)
 class Forward:
@@ -201,7 +196,7 @@ def _forward(request: training_pb2.ForwardBackward, target: Target, ranks: int, 
         }
         data.append(Datum(tokens.data, inputs, _routed(pb, target, f"data[{index}]: routed_experts")))
     units = split_operation(
-        told_apart([datum.tokens for datum in data], [datum.routed_ids for datum in data]),
+        told_apart([datum.tokens for datum in data], [routing.ids_of(datum.routed) for datum in data]),
         target.unit_tokens,
         shared=target.shares_prefixes,
         ranks=ranks,

@@ -15,7 +15,7 @@ from services.trainer.compute.memory.page_locked import Use
 from services.trainer.execution.executor import Executor
 from services.trainer.execution.residency import Residency
 from services.trainer.execution.resident_models import Model, OperationResult
-from tinsmith.internal.v1 import operation_pb2, trainer_pb2, trainer_pb2_grpc
+from tinsmith.internal.v1 import trainer_pb2, trainer_pb2_grpc
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
@@ -46,7 +46,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> trainer_pb2.ExecuteResponse:
         operation = request.operation
         _check_model_id(operation.model_id)
-        subject.note(operation.origin.owner, operation.model_id, _request_id(operation))
+        request_id = ids.request_id(operation.model_id, operation.seq_id)
+        subject.note(operation.origin.owner, operation.model_id, request_id)
         work = await self._executor.read(operation)
         found = self._executor.submit(operation, work, request.after_seq_id, request.epoch)
         # The operation goes on when this call is cancelled: the caller may come back for its result.
@@ -110,10 +111,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             page_locked_kept_bytes=locked.kept,
             shares_prefixes=self._shares_prefixes,
         )
-
-
-def _request_id(operation: operation_pb2.Operation) -> str:
-    return ids.request_id(operation.model_id, operation.seq_id)
 
 
 def _check_model_id(model_id: str) -> None:

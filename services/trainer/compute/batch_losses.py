@@ -118,27 +118,23 @@ class BatchLosses:
         return _Group(loss, numbers, where, at, _inputs(completed, device), datums)
 
 
+@dataclass(frozen=True)
 class Computed:
     """The losses of a micro-batch, with their graph.
 
-    Args:
+    Attributes:
         losses: what each row's model computes for its loss.
         numbers: of each loss the places in the batch of its rows.
         outputs: of the model.
         computed: of each loss, as `Loss.compute`.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        batch: Collated,
-        losses: Sequence[str],
-        numbers: Sequence[list[int]],
-        outputs: tuple[Tensor, Tensor],
-        computed: Sequence[tuple[Tensor, Mapping[str, Tensor]]],
-    ) -> None:
-        self._rows, self._batch, self._losses, self._numbers = rows, batch, losses, numbers
-        self._outputs, self._computed = outputs, computed
+    rows: Sequence[Row]
+    batch: Collated
+    losses: Sequence[str]
+    numbers: Sequence[list[int]]
+    outputs: tuple[Tensor, Tensor]
+    computed: Sequence[tuple[Tensor, Mapping[str, Tensor]]]
 
     def total(self, *, collective: bool) -> Tensor:
         """Their sum, differentiable: float32.
@@ -146,53 +142,48 @@ class Computed:
         Args:
             collective: all ranks go through the whole graph alike, with whatever rows, or none.
         """
-        zeros = [(output * 0).sum()[None] for output in self._outputs] if collective else []
-        return torch.cat([*zeros, *(losses for losses, _ in self._computed)]).sum().float()
+        zeros = [(output * 0).sum()[None] for output in self.outputs] if collective else []
+        return torch.cat([*zeros, *(losses for losses, _ in self.computed)]).sum().float()
 
     def leave(self) -> Leaving:
         """Has what the rows came to copied to the host, without the graph."""
-        columns = [column for losses, parts in self._computed for column in (losses, *parts.values())]
-        metrics = torch.cat(columns) if columns else self._outputs[0].new_zeros(0)
-        names = [[LOSS_SUM, *parts] for _, parts in self._computed]
-        copies = ToHost([*self._outputs, metrics])
-        named = list(zip(self._numbers, names, strict=True))
-        return Leaving(self._rows, self._batch, self._losses, named, copies)
+        columns = [column for losses, parts in self.computed for column in (losses, *parts.values())]
+        metrics = torch.cat(columns) if columns else self.outputs[0].new_zeros(0)
+        names = [[LOSS_SUM, *parts] for _, parts in self.computed]
+        copies = ToHost([*self.outputs, metrics])
+        named = list(zip(self.numbers, names, strict=True))
+        return Leaving(self.rows, self.batch, self.losses, named, copies)
 
 
+@dataclass(frozen=True)
 class Leaving:
     """What the rows of a micro-batch came to, on its way to the host.
 
-    Args:
+    Attributes:
         losses: what each row's model computes for its loss.
         names: of each loss the rows' places in the batch, and the metrics that each has.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        batch: Collated,
-        losses: Sequence[str],
-        names: Sequence[tuple[list[int], list[str]]],
-        copies: ToHost,
-    ) -> None:
-        self._rows, self._batch, self._losses = rows, batch, losses
-        self._names = names
-        self._copies = copies
+    rows: Sequence[Row]
+    batch: Collated
+    losses: Sequence[str]
+    names: Sequence[tuple[list[int], list[str]]]
+    copies: ToHost
 
     def results(self) -> list[RowResult]:
         """Waits for the device."""
-        logprobs, values, columns = self._copies.wait()
+        logprobs, values, columns = self.copies.wait()
         metrics = self._metrics(columns)
         results = []
-        for number, (row, name) in enumerate(zip(self._rows, self._losses, strict=True)):
-            output = row_output(logprobs, values, self._batch, number, row)
+        for number, (row, name) in enumerate(zip(self.rows, self.losses, strict=True)):
+            output = row_output(logprobs, values, self.batch, number, row)
             results.append(RowResult(row.op, row.index, {name: from_values(output.numpy())}, metrics[number]))
         return results
 
     def _metrics(self, columns: Tensor) -> list[dict[str, float]]:
         found = iter(columns.tolist())
-        metrics: list[dict[str, float]] = [{} for _ in self._rows]
-        for numbers, names in self._names:
+        metrics: list[dict[str, float]] = [{} for _ in self.rows]
+        for numbers, names in self.names:
             for name in names:
                 for number in numbers:
                     metrics[number][name] = next(found)

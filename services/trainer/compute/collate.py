@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from services.common.contract.experts.routing import ids_of
 from services.common.contract.loss_schema import TARGETS
 from services.trainer.compute.attention import Sequences
 from services.trainer.compute.data import Row
@@ -115,7 +116,7 @@ def _groups(rows: Sequence[Row], shared: bool) -> tuple[list[int], list[tuple[li
         same = list(group)
         sequences = [row.tokens for row in same]
         ops.append(op)
-        tree = cut(told_apart(sequences, [row.routed_ids for row in same]))
+        tree = cut(told_apart(sequences, [ids_of(row.routed) for row in same]))
         groups.append((sequences, tree))
     return ops, groups
 

@@ -51,11 +51,6 @@ class Row(msgspec.Struct, frozen=True):
     """The experts that its tokens go to; None: the model's own choice."""
 
     @property
-    def routed_ids(self) -> bytes:
-        """Of the experts, nothing where none are given."""
-        return b"" if self.routed is None else self.routed.ids
-
-    @property
     def length(self) -> int:
         """N, tokens."""
         return len(self.tokens) // 4

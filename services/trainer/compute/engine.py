@@ -119,12 +119,11 @@ class Engine:
                 f"rank {rank} of {world_size} was asked for, but this process is rank {dist.get_rank()} of "
                 f"{dist.get_world_size()}"
             )
-        self._rank, self._world_size = rank, world_size
-        self._device = self._base.device
-        self.device, self.world_size, self.footprint = self._device, world_size, self._base.footprint
+        self._rank = rank
+        self.device, self.world_size, self.footprint = self._base.device, world_size, self._base.footprint
         self._full = FullModelConfig(
             model_path,
-            self._device,
+            self.device,
             element,
             zero_stage,
             offload_optimizer,
@@ -136,7 +135,7 @@ class Engine:
         self._in_pass = 0
         """Bytes that the last pass took, as it was counted."""
         self._writer = ShardWriter()
-        self.page_locked = PageLocked(self._device, page_locked.share())
+        self.page_locked = PageLocked(self.device, page_locked.share())
         self.vocab_size = self._base.vocab_size
         if max_context > self._base.context_length:
             raise InvalidRequest(
@@ -146,7 +145,7 @@ class Engine:
         self.context_length = max_context or self._base.context_length
         self.arch, self.collective = self._base.arch, self._base.collective
         self.splits, self.routing = self._base.exchange is not None, self._base.replay.routing
-        shares = attends_to_trees(self._base.asked, self.context_length, self._device)
+        shares = attends_to_trees(self._base.asked, self.context_length, self.device)
         self._rounds = Rounds(self._base, self._router, self._tenants, rank, world_size, shares)
 
     @property
@@ -198,17 +197,17 @@ class Engine:
             self._tenants[model_id] = FullModel(self._full, self._base.elements, self._buffers)
             return
         targets = select_targets(self._base.linears, lora, self._base.unadapted)
-        hidden, dtype, ranks = self._base.linears[HEAD].in_features, self._full.dtype, self._world_size
+        hidden, dtype, ranks = self._base.linears[HEAD].in_features, self._full.dtype, self.world_size
         made: list[Adapter] = []
 
         def take() -> None:
-            made.append(Adapter(lora, targets, model_id, self._device, hidden, dtype, ranks, self._rank))
+            made.append(Adapter(lora, targets, model_id, self.device, hidden, dtype, ranks, self._rank))
 
         def give_back() -> None:
             made.clear()
             self._buffers.clear()
 
-        if not taken_everywhere(take, give_back, self._device):
+        if not taken_everywhere(take, give_back, self.device):
             raise NoMemory(f"out of memory on a new adapter of rank {lora.rank}, which was not made")
         self._tenants[model_id] = LoraTenant(made[0], self._buffers)
 
@@ -227,7 +226,7 @@ class Engine:
         assert isinstance(tenant, LoraTenant)
         if to_host == (tenant.away is not None):
             return True
-        return away.leave(tenant, self._device) if to_host else away.come_back(tenant, self._device)
+        return away.leave(tenant, self.device) if to_host else away.come_back(tenant, self.device)
 
     def run_pass(self, work: Pass) -> list[RowResult]:
         """Runs the rows and adds to the gradients of their models.
@@ -245,13 +244,13 @@ class Engine:
         self.page_locked.tidy()
         failures = self._refuse(work)
         # Before anything of them has begun: of a model that trains all weights nothing could be taken back.
-        failures |= without_room(work, failures, self.footprint, self.vocab_size, self._device)
+        failures |= without_room(work, failures, self.footprint, self.vocab_size, self.device)
         for number, op in enumerate(work.ops):
             if not op.forward_only and number not in failures:
                 self._tenants[op.model_id].begin(op.seq_id)
-        self._in_pass = pass_bytes(work, self.footprint, self.vocab_size, self._world_size)
+        self._in_pass = pass_bytes(work, self.footprint, self.vocab_size, self.world_size)
         results, failed_here = self._rounds.run(work, failures)
-        failed, collected = exchange(work, results, failures, failed_here, self._device)
+        failed, collected = exchange(work, results, failures, failed_here, self.device)
         for number, failure in failed.items():
             tenant: Tenant | None = self._tenants.get(work.ops[number].model_id)
             if tenant is not None:

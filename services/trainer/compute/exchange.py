@@ -62,11 +62,7 @@ def patience(seconds: float) -> Iterator[None]:
 
 def any_rank(flags: list[bool], device: str) -> list[bool]:
     """Position by position, whether the flag is set on any rank. The lists are equally long on all ranks."""
-    if dist.get_world_size() == 1 or not flags:
-        return flags
-    tensor = torch.tensor(flags, dtype=torch.int32, device=device)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return [bool(flag) for flag in tensor.tolist()]
+    return [number < 0 for number in least([-flag for flag in flags], device)]
 
 
 def meet(device: str) -> None:

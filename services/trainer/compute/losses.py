@@ -75,7 +75,9 @@ class Loss:
 
     Attributes:
         name: its key in `LOSSES` and `common.loss_schema.LOSS_SCHEMAS`.
-        function: see `compute`.
+        compute: of outputs, log-probabilities or values, float32 [Q], what `complete` made of each datum, one
+            after the other, [Q] on the same device, and the datums: their losses, float64 [D], and their
+            parts of the metrics.
         combine: joins the parts of all rows of an operation, in row order, into metrics
             named "name:reduction".
         output: what it is a function of, as results name it.
@@ -84,7 +86,7 @@ class Loss:
     """
 
     name: str
-    function: LossFunction
+    compute: LossFunction
     combine: Callable[[Sequence[Mapping[str, float]]], dict[str, float]]
     output: str = "logprobs"
     absent: Mapping[str, Callable[[Mapping[str, np.ndarray]], np.ndarray]] = field(default_factory=dict)
@@ -107,18 +109,6 @@ class Loss:
             if name not in made:
                 made[name] = make(made)
         return made
-
-    def compute(self, outputs: Tensor, inputs: Inputs, datums: Datums) -> tuple[Tensor, Parts]:
-        """The losses of datums.
-
-        Args:
-            outputs: log-probabilities or values, float32 [Q].
-            inputs: what `complete` made of each datum, one after the other, [Q] on the same device.
-
-        Returns:
-            float64 [D], and the datums' parts of the metrics.
-        """
-        return self.function(outputs, inputs, datums)
 
 
 def cross_entropy(logprobs: Tensor, inputs: Inputs, datums: Datums) -> tuple[Tensor, Parts]:

@@ -210,7 +210,8 @@ class LoraTenant:
         """What it is now, with the moments when `optimizer` is set; any rank may call it alone unless it
         `gathers`: then ranks other than 0 get no tensors."""
         step, moments = self._optimizer.export() if optimizer else (self._optimizer.steps, {})
-        whole = self._gathered(moments) if self.gathers(optimizer) else self._copied(moments)
+        mine = [self.adapter.flat, *moments.values()]
+        whole = self._gathered(moments) if self.gathers(optimizer) else copied(mine)
         if whole is None:
             return NoSnapshot(ModelState(self.adapter.spec, {}, {}, step))
         masters, *copies = whole
@@ -249,10 +250,6 @@ class LoraTenant:
         self.clear_gradient()
         self.adapter.load(found.pop(""))
         self._optimizer.restore(steps, found)
-
-    def _copied(self, moments: Mapping[str, Tensor]) -> list[Tensor]:
-        """Copies of the masters and of moments, which this rank has in full."""
-        return copied([self.adapter.flat, *moments.values()])
 
     def _gathered(self, moments: Mapping[str, Tensor]) -> list[Tensor] | None:
         """Copies of the masters and of moments on rank 0, of what all ranks have; None elsewhere."""

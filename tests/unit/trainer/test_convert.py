@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from services.common.contract.errors import InvalidRequest
-from services.common.contract.experts.routing import Routing
+from services.common.contract.experts.routing import Routing, ids_of
 from services.common.contract.tensors import from_values
 from services.trainer import convert
 from services.trainer.compute.data import RowResult
@@ -99,7 +99,7 @@ def test_what_datums_begin_with_counts_once_only_as_far_as_they_have_the_same_ex
     def tokens(*experts: bytes) -> int:
         work = convert.from_pb(operation_with(*experts), target)
         assert isinstance(work, Forward)
-        assert [datum.routed_ids for datum in work.data] == list(experts)
+        assert [ids_of(datum.routed) for datum in work.data] == list(experts)
         return sum(unit.tokens for unit in work.units)
 
     assert tokens(some, some) == 32

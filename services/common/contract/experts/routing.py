@@ -51,6 +51,11 @@ class RoutedExperts(msgspec.Struct, frozen=True):
         return np.frombuffer(self.ids, f"<u{len(self.ids) // math.prod(self.shape)}").reshape(self.shape)
 
 
+def ids_of(routed: RoutedExperts | None) -> bytes:
+    """The ids, nothing where none are given."""
+    return b"" if routed is None else routed.ids
+
+
 def check(routed: RoutedExperts, routing: Routing, tokens: int, name: str) -> None:
     """Refuses ids that are not those of so many tokens, at least one, of a model.
 

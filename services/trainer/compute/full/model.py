@@ -40,12 +40,11 @@ from services.trainer.compute.memory.buffers import FlatBuffers
 from services.trainer.compute.memory.failures import NoMemory, free_cache
 from services.trainer.compute.memory.room import has_room
 from services.trainer.compute.memory.transfer import Copies, ToHost, copied
-from services.trainer.compute.optimizer import MeasuredAdamW
+from services.trainer.compute.optimizer import MOMENTS, MeasuredAdamW
 from services.trainer.compute.replay.routers import Replay
 
 log = logging.getLogger(__name__)
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _GRADIENT_BYTES = 4
 
 
@@ -54,6 +53,7 @@ class FullModel:
 
     Attributes:
         collective, flat, replay: as of `BaseModel`.
+        sharded: the weights are spread over the ranks, so that all must call `snapshot`.
     """
 
     collective = True
@@ -75,13 +75,13 @@ class FullModel:
         import deepspeed
 
         settings = config.deepspeed()
-        self._sharded = config.zero_stage == 3
+        self.sharded = config.zero_stage == 3
         self._device = config.device
         self._config, self._buffers = config, buffers
         model = load_model(
             config.model_path,
             config.dtype,
-            settings if self._sharded else None,
+            settings if self.sharded else None,
             config.activation_checkpointing,
         )
         model.requires_grad_(True)
@@ -183,11 +183,6 @@ class FullModel:
         """What its gradient takes of the device at most."""
         return self._elements * _GRADIENT_BYTES
 
-    @property
-    def sharded(self) -> bool:
-        """Whether the weights are spread over the ranks, so that all must call `snapshot`."""
-        return self._sharded
-
     def snapshot(self, pass_room: int) -> FullSnapshot:
         """What computes, in its element type. Of a `sharded` model ranks other than 0 get no tensors, and
         rank 0 gathers them one by one.
@@ -200,7 +195,7 @@ class FullModel:
         """
         steps = self._steps
         item = next(iter(self._parameters.values())).element_size()
-        mine = not self._sharded or dist.get_rank() == 0
+        mine = not self.sharded or dist.get_rank() == 0
         names = list(self._parameters) if mine else []
         copies = self._copied(self._weights(mine), self._elements * item, pass_room)
         return FullSnapshot(names, copies, steps)
@@ -215,7 +210,7 @@ class FullModel:
         import deepspeed
 
         for parameter in self._parameters.values():
-            with deepspeed.zero.GatheredParameters([parameter], enabled=self._sharded):
+            with deepspeed.zero.GatheredParameters([parameter], enabled=self.sharded):
                 if mine:
                     yield parameter
 
@@ -259,7 +254,7 @@ class FullModel:
             for held in self._partitions:
                 kept = self._adam.state[held]
                 kept["step"].fill_(state.step if with_moments else 0)
-                for moment in () if with_moments else _MOMENTS:
+                for moment in () if with_moments else MOMENTS:
                     kept[moment].zero_()
             self._follow_masters()
 
@@ -298,14 +293,14 @@ class FullModel:
     def _partitions(self) -> list[Tensor]:
         """This rank's float32 master weights, as the flat tensors that AdamW steps."""
         zero = self._engine.optimizer
-        flat = zero.fp32_partitioned_groups_flat if self._sharded else zero.single_partition_of_fp32_groups
+        flat = zero.fp32_partitioned_groups_flat if self.sharded else zero.single_partition_of_fp32_groups
         return cast(list[Tensor], flat)
 
     @property
     def _sizes(self) -> Sizes:
         zero, wholes = self._engine.optimizer, [self._whole(each) for each in self._parameters.values()]
         touched = (
-            0 if self._sharded else sum(each.numel() for some in zero.params_in_partition for each in some)
+            0 if self.sharded else sum(each.numel() for some in zero.params_in_partition for each in some)
         )
         return Sizes(tuple(held.numel() for held in self._partitions), touched, sum(wholes), max(wholes))
 
@@ -317,20 +312,20 @@ class FullModel:
         """Makes AdamW's state as its first step would, so that it can be set and read from now on."""
         for held in self._partitions:
             self._adam.start(held)
-        if not self._sharded:
+        if not self.sharded:
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _names(self, *, moments: bool) -> dict[str, int]:
         """Elements of what makes up the state: each weight, and its moments."""
         sizes = {name: int(self._whole(parameter)) for name, parameter in self._parameters.items()}
-        of_moments = {f"{name}.{moment}": size for name, size in sizes.items() for moment in _MOMENTS}
+        of_moments = {f"{name}.{moment}": size for name, size in sizes.items() for moment in MOMENTS}
         return sizes | of_moments if moments else sizes
 
     def _parts(self, *, moments: bool) -> Iterator[tuple[str, Part]]:
         """This rank's part of the state, by name: views of what is trained."""
         for name, parameter in self._parameters.items():
-            for moment in (None, *_MOMENTS) if moments else (None,):
-                part = self._part_of_3(parameter, moment) if self._sharded else _part(parameter, moment)
+            for moment in (None, *MOMENTS) if moments else (None,):
+                part = self._part_of_3(parameter, moment) if self.sharded else _part(parameter, moment)
                 if part is not None:
                     yield name if moment is None else f"{name}.{moment}", part
 
@@ -348,12 +343,12 @@ class FullModel:
         return sum(map(self._whole, self._parameters.values()))
 
     def _whole(self, parameter: Any) -> int:
-        return int(parameter.ds_numel if self._sharded else parameter.numel())
+        return int(parameter.ds_numel if self.sharded else parameter.numel())
 
     def _follow_masters(self) -> None:
         """Has the weights that compute be those of the masters, as after a step."""
         zero = self._engine.optimizer
-        if not self._sharded:
+        if not self.sharded:
             zero.update_lp_params()
             return
         zero._partition_all_parameters()

@@ -12,16 +12,16 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from services.common.contract.roles import Role
 from services.common.contract.tensors import HostTensor
 from services.trainer.compute.data import ModelState
+from services.trainer.compute.lora.snapshot import Snapshot
 from services.trainer.compute.memory.transfer import Copies, ToHost
 
 T = TypeVar("T")
 
 
-class FullSnapshot:
-    """See `Snapshot`.
+class FullSnapshot(Snapshot):
+    """That of all weights.
 
     Args:
         names: of the weights, by Hugging Face.
@@ -30,16 +30,11 @@ class FullSnapshot:
     """
 
     lora = None
-    role: Role = "policy"
 
     def __init__(self, names: Sequence[str], copies: Copies, step: int) -> None:
         self._names = tuple(names)
         self._copies = copies
         self._step = step
-
-    def state(self) -> ModelState:
-        state, _ = self.unload(lambda _: None)
-        return state
 
     def unload(self, also: Callable[[Mapping[str, Tensor]], T]) -> tuple[ModelState, T | None]:
         with self._copies.beside() as copies:

@@ -253,7 +253,7 @@ class Adapter:
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """`flat` cut into the adapter's named matrices, sharing storage."""
-        return {name: matrix(flat, place) for name, place in self.layout.items()}
+        return matrices(flat, self.layout)
 
 
 Layout = dict[str, tuple[int, tuple[int, ...]]]
@@ -280,6 +280,11 @@ def matrix(flat: Tensor, place: tuple[int, tuple[int, ...]]) -> Tensor:
     """What is at a place of a flat tensor, or of each of several [..., elements]; it shares storage."""
     offset, shape = place
     return flat[..., offset : offset + math.prod(shape)].unflatten(-1, shape)
+
+
+def matrices(flat: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """A flat tensor cut into what is in it, by name; they share its storage."""
+    return {name: matrix(flat, place) for name, place in layout.items()}
 
 
 def _hashed(*parts: str) -> int:

@@ -7,8 +7,9 @@ or to the host is made of them beside it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,26 +17,32 @@ from torch import Tensor
 from services.common.contract.roles import Role
 from services.common.contract.tensors import HostTensor, sharing
 from services.trainer.compute.data import LoraSpec, ModelState
-from services.trainer.compute.lora.adapter import Layout, matrix
+from services.trainer.compute.lora.adapter import Layout, matrices
 from services.trainer.compute.memory.transfer import Copies, ToHost
 
 T = TypeVar("T")
 
 
-class Snapshot(Protocol):
-    """A model at one moment."""
+class Snapshot(ABC):
+    """A model at one moment.
 
-    @property
-    def lora(self) -> LoraSpec | None:
-        """What of an adapter it is; None: all weights of a model."""
+    Attributes:
+        lora: what of an adapter it is; None: all weights of a model.
+    """
+
+    lora: LoraSpec | None
 
     @property
     def role(self) -> Role:
         """What the model's head computes."""
+        return "policy" if self.lora is None else self.lora.role
 
     def state(self) -> ModelState:
         """It, on the host. Blocking; any thread may call it, once."""
+        state, _ = self.unload(lambda _: None)
+        return state
 
+    @abstractmethod
     def unload(self, also: Callable[[Mapping[str, Tensor]], T]) -> tuple[ModelState, T | None]:
         """As `state`, and something else that is made of the weights where they are; None: they came to the
         host for want of room.
@@ -46,25 +53,18 @@ class Snapshot(Protocol):
         """
 
 
-class NoSnapshot:
+class NoSnapshot(Snapshot):
     """What a rank has that gave its parts to rank 0: a state without tensors."""
 
     def __init__(self, state: ModelState) -> None:
         self._state = state
         self.lora = state.lora
 
-    @property
-    def role(self) -> Role:
-        return self._state.role
-
-    def state(self) -> ModelState:
-        return self._state
-
     def unload(self, also: Callable[[Mapping[str, Tensor]], T]) -> tuple[ModelState, None]:
         return self._state, None
 
 
-class AdapterSnapshot:
+class AdapterSnapshot(Snapshot):
     """An adapter's.
 
     Args:
@@ -89,17 +89,9 @@ class AdapterSnapshot:
         self._moments = tuple(moments)
         self._copies = Copies([masters, *moments.values()], device)
 
-    @property
-    def role(self) -> Role:
-        return self.lora.role
-
-    def state(self) -> ModelState:
-        state, _ = self.unload(lambda _: None)
-        return state
-
     def unload(self, also: Callable[[Mapping[str, Tensor]], T]) -> tuple[ModelState, T]:
         with self._copies.beside() as copies:
-            made = also(_views(self._layout, copies[0]))
+            made = also(matrices(copies[0], self._layout))
             adapter, *moments = (_named(self._layout, flat) for flat in ToHost(copies).wait())
         optimizer = {
             f"{name}.{moment}": array
@@ -109,10 +101,6 @@ class AdapterSnapshot:
         return ModelState(lora=self.lora, adapter=adapter, optimizer=optimizer, step=self._step), made
 
 
-def _views(layout: Layout, flat: Tensor) -> dict[str, Tensor]:
-    return {name: matrix(flat, place) for name, place in layout.items()}
-
-
 def _named(layout: Layout, flat: Tensor) -> dict[str, HostTensor]:
     """The matrices of a flat tensor on the host, which shares its memory."""
-    return {name: sharing(view.numpy()) for name, view in _views(layout, flat).items()}
+    return {name: sharing(view.numpy()) for name, view in matrices(flat, layout).items()}

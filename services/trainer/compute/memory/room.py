@@ -45,7 +45,7 @@ def has_room(copy: int, beside: int, device: str) -> bool:
     Args:
         beside: bytes that are not taken yet.
     """
-    return device == "cpu" or gpu_memory() - torch.cuda.memory_allocated() >= copy + beside
+    return device == "cpu" or free_memory(device) >= copy + beside
 
 
 def longest_split(work: Pass, refused: Mapping[int, Failure]) -> dict[int, int]:

@@ -88,19 +88,8 @@ class FlashAttention:
         self, query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, Run], causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        queries, keys = runs
         output, sums, *_ = torch.ops.aten._flash_attention_forward(
-            query,
-            key,
-            value,
-            queries.offsets,
-            keys.offsets,
-            queries.longest,
-            keys.longest,
-            0.0,
-            causal,
-            return_debug_mask=False,
-            scale=scale,
+            query, key, value, *_asked(runs, causal), return_debug_mask=False, scale=scale
         )
         return output, sums
 
@@ -114,22 +103,17 @@ class FlashAttention:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel`."""
-        queries, keys = runs
+        drawn = _drawn(above.device), torch.empty(0, device=above.device)
         found = torch.ops.aten._flash_attention_backward(
-            above,
-            *given,
-            *made,
-            queries.offsets,
-            keys.offsets,
-            queries.longest,
-            keys.longest,
-            0.0,
-            causal,
-            _drawn(above.device),
-            torch.empty(0, device=above.device),
-            scale=scale,
+            above, *given, *made, *_asked(runs, causal), *drawn, scale=scale
         )
         return cast(tuple[Tensor, Tensor, Tensor], found)
+
+
+def _asked(runs: tuple[Run, Run], causal: bool) -> tuple[Tensor, Tensor, int, int, float, bool]:
+    """What its kernels are told of sequences; nothing is dropped."""
+    queries, keys = runs
+    return queries.offsets, keys.offsets, queries.longest, keys.longest, 0.0, causal
 
 
 @cache

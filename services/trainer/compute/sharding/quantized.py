@@ -11,6 +11,7 @@ off by more than 1/254 of the largest of its block of `BLOCK`, before rounding t
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,19 +46,13 @@ def dequantize(quantized: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return made
 
 
-class _Quantizer:
-    """What DeepSpeed dequantises with, by its names."""
-
-    def dequantize(self, quantized: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        return dequantize(quantized, scales, dtype)
-
-
 def quantize_shards(module: nn.Module, ranks: int) -> None:
     """Quantises this rank's part of every weight of a frozen module that is gathered for each use and whose
     parts are whole blocks. The others stay what they are."""
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    Init.quantizer_module = _Quantizer()
+    # What it dequantises with, by its names.
+    Init.quantizer_module = SimpleNamespace(dequantize=dequantize)
     for parameter in module.parameters():
         weight: Any = parameter
         if weight.ds_persist or weight.ds_numel % (ranks * BLOCK):

@@ -42,7 +42,3 @@ class Share:
     def filled(self) -> int:
         """Tokens that the rank computes and that are not the sequence's."""
         return self.size - (self.stop - self.start)
-
-    def of(self, rank: int) -> Share:
-        """Another rank's part."""
-        return Share(rank, self.ranks, self.whole)
