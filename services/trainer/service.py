@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import grpc.aio
 
 from services.common.contract import ids
 from services.common.contract.errors import InvalidRequest
 from services.common.telemetry import subject
+from services.trainer.compute.engine import Engine
 from services.trainer.compute.memory.capacity import Capacity
-from services.trainer.compute.memory.page_locked import Use
 from services.trainer.execution.executor import Executor
 from services.trainer.execution.residency import Residency
 from services.trainer.execution.resident_models import Model, OperationResult
@@ -26,20 +25,16 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         executor: Executor,
         residency: Residency,
         models: dict[str, Model],
-        world_size: int,
+        engine: Engine,
         zero_stage: int,
         capacity: Capacity,
-        shares_prefixes: bool,
-        page_locked: Callable[[], Use],
     ) -> None:
         self._executor = executor
         self._residency = residency
         self._models = models
-        self._world_size = world_size
+        self._engine = engine
         self._zero_stage = zero_stage
         self._capacity = capacity
-        self._shares_prefixes = shares_prefixes
-        self._page_locked = page_locked
 
     async def Execute(
         self, request: trainer_pb2.ExecuteRequest, context: grpc.aio.ServicerContext
@@ -95,10 +90,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             for model in self._models.values()
             if model.created
         ]
-        locked = self._page_locked()
+        locked = self._engine.page_locked.use()
         return trainer_pb2.GetTrainerStatusResponse(
             models=models,
-            world_size=self._world_size,
+            world_size=self._engine.world_size,
             zero_stage=self._zero_stage,
             max_sequence_tokens=self._capacity.sequence_tokens,
             max_forward_tokens=self._capacity.forward_tokens,
@@ -109,7 +104,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             adapter_host_room_bytes=self._capacity.adapter_host_bytes,
             page_locked_bytes=locked.used,
             page_locked_kept_bytes=locked.kept,
-            shares_prefixes=self._shares_prefixes,
+            shares_prefixes=self._engine.shares_prefixes,
         )
 
 

@@ -131,12 +131,5 @@ class Trainer:
             self.crashes,
         )
         self.servicer = TrainerServicer(
-            self.executor,
-            self.residency,
-            models,
-            place.world_size,
-            config.zero_stage,
-            capacity,
-            engine.shares_prefixes,
-            engine.page_locked.use,
+            self.executor, self.residency, models, engine, config.zero_stage, capacity
         )

@@ -7,6 +7,8 @@ memory; of files they share the saved states of models that train all weights, w
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -150,45 +152,42 @@ def leaves_others_waiting(command: Command, error: Exception) -> bool:
     return isinstance(command, MoveAdapter | RunPass | OptimSteps | LoadState | ReadState) and not refused
 
 
-def _step(engine: Engine, steps: list[ModelStep]) -> list[dict[str, float] | TinsmithError]:
-    """As `Engine.optim_steps`.
+@contextmanager
+def _not_halfway(operation: tuple[str, int], why: str) -> Iterator[None]:
+    """Within it weights may be half changed, for want of memory that was there before it began.
 
     Raises:
-        LacksMemory: weights may be half changed, for want of memory that was there before it began, by a step
-            that was taken alone.
+        LacksMemory: so it is.
     """
     try:
-        return engine.optim_steps([(step.model_id, step.adam) for step in steps])
-    except Exception as error:
-        if len(steps) > 1 or not is_out_of_memory(error):
-            raise
-        (step,) = steps
-        raise LacksMemory(
-            0,
-            (step.model_id, step.seq_id),
-            "out of memory in the middle of an optimizer step, which is not taken; have the operator give "
-            "the trainer more memory, or --offload-optimizer cpu for models that train all weights, "
-            "then send it again",
-        ) from error
-
-
-def _load(engine: Engine, command: LoadState) -> None:
-    """As `Engine.load_state`.
-
-    Raises:
-        LacksMemory: as of a step.
-    """
-    try:
-        engine.load_state(command.model_id, command.saved, command.optimizer)
+        yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise LacksMemory(
-            0,
-            (command.model_id, command.seq_id),
-            "out of memory in the middle of a load, which is not done; have the operator give the trainer "
-            "more memory, then send it again",
-        ) from error
+        raise LacksMemory(0, operation, why) from error
+
+
+def _step(engine: Engine, steps: list[ModelStep]) -> list[dict[str, float] | TinsmithError]:
+    """As `Engine.optim_steps`; a step that was taken alone is told of as one that lacks memory."""
+    due = [(step.model_id, step.adam) for step in steps]
+    if len(steps) != 1:
+        return engine.optim_steps(due)
+    why = (
+        "out of memory in the middle of an optimizer step, which is not taken; have the operator give the "
+        "trainer more memory, or --offload-optimizer cpu for models that train all weights, then send it "
+        "again"
+    )
+    with _not_halfway((steps[0].model_id, steps[0].seq_id), why):
+        return engine.optim_steps(due)
+
+
+def _load(engine: Engine, command: LoadState) -> None:
+    why = (
+        "out of memory in the middle of a load, which is not done; have the operator give the trainer more "
+        "memory, then send it again"
+    )
+    with _not_halfway((command.model_id, command.seq_id), why):
+        engine.load_state(command.model_id, command.saved, command.optimizer)
 
 
 def _create(engine: Engine, command: CreateModel) -> None:
