@@ -23,9 +23,6 @@ from tests.component.trainer.world import (
     TrainedModel,
     TrainerWorld,
     batch,
-    create,
-    forward_backward,
-    step,
 )
 
 pytestmark = pytest.mark.heavy
@@ -139,13 +136,10 @@ def test_two_nodes_train_as_one_machine_does_and_come_back_when_a_follower_dies(
         assert head.send(model.sent[3]).result() == results[2]
         model.world = head
         twin = TrainedModel(head)
-        for kind in (
-            {"create_model": create()},
-            {"forward_backward": forward_backward(data)},
-            {"optim_step": step()},
-            {"forward_backward": forward_backward(more)},
-        ):
-            twin.run(**kind)
+        twin.create()
+        twin.forward_backward(data)
+        twin.step()
+        twin.forward_backward(more)
         assert model.step() == twin.step()
 
         # A head that is killed outright takes its rank with it, which dismisses nobody.

@@ -19,10 +19,8 @@ from tests.component.trainer.world import (
     TrainedModel,
     TrainerWorld,
     batch,
-    create,
     forward_backward,
     status_of,
-    step,
 )
 
 pytestmark = pytest.mark.heavy
@@ -78,12 +76,9 @@ def test_a_killed_world_comes_back_with_every_accepted_operation(
         # From here on it is as if nothing had happened.
         model.world = second
         twin = TrainedModel(second)
-        for kind in (
-            {"create_model": create()},
-            {"forward_backward": forward_backward(data)},
-            {"optim_step": step()},
-        ):
-            twin.run(**kind)
+        twin.create()
+        twin.forward_backward(data)
+        twin.step()
         twin.forward_backward(more)
         twin.forward_backward(data)
         assert model.step() == twin.step()

@@ -19,6 +19,7 @@ from tests.component.trainer.world import (
     forward_backward,
     logprobs,
 )
+from tinsmith.internal.v1 import operation_pb2
 from tinsmith.v1 import results_pb2
 
 # Each starts a world or two of two ranks.
@@ -30,6 +31,28 @@ LITTLE = ("--memory-gib", "0.006")
 def datums(lengths: list[int]) -> list[Datum]:
     random = np.random.default_rng(5)
     return [Datum(random.integers(0, VOCAB, length + 1).tolist()) for length in lengths]
+
+
+def break_off(
+    world: TrainerWorld, faults: Path, point: str, action: str, long: TrainedModel, short: TrainedModel
+) -> list[operation_pb2.Operation]:
+    """Has a world end of a sequence that its ranks compute together, beside small work of another model; the
+    operations."""
+    for model in (long, short):
+        model.create(rank=1)
+        world.wait_durable(model.model_id, 0)
+    armed.arm(faults, point, action)
+    one_rank, longest = world.record.one_rank_tokens, world.record.max_sequence_tokens
+    operations = [
+        model.operation(forward_backward=forward_backward(data), ranks=2, one_rank_tokens=one_rank)
+        for model, data in ((long, datums([longest])), (short, batch(3, rows=4, longest=one_rank)))
+    ]
+    calls = [world.send(operation) for operation in operations]
+    # The other rank is in a collective, which it does not wait for until its deadline.
+    assert world.process.wait(240) != 0
+    assert not armed.armed(faults)
+    assert calls[0].exception() is not None
+    return operations
 
 
 def trained(model: TrainedModel, data: list[Datum], one_rank: int) -> results_pb2.OperationResult:
@@ -89,21 +112,8 @@ def test_a_rank_that_fails_within_such_a_sequence_ends_the_world_at_once_and_its
 ) -> None:
     world = TrainerWorld(redis_url, model_dir, tmp_path / "data", 2, 0, *LITTLE)
     try:
-        one_rank, longest = world.record.one_rank_tokens, world.record.max_sequence_tokens
-        long, short = TrainedModel(world), TrainedModel(world)
-        for model in (long, short):
-            model.create(rank=1)
-        armed.arm(faults, "trainer.mid_split", "error")
-        calls = [
-            world.send(
-                model.operation(forward_backward=forward_backward(data), ranks=2, one_rank_tokens=one_rank)
-            )
-            for model, data in ((long, datums([longest])), (short, batch(3, rows=4, longest=one_rank)))
-        ]
-        # The other rank is in a collective, which it does not wait for until its deadline.
-        assert world.process.wait(240) != 0
-        assert not armed.armed(faults)
-        assert calls[0].exception() is not None
+        long, short = (TrainedModel(world) for _ in range(2))
+        break_off(world, faults, "trainer.mid_split", "error", long, short)
     finally:
         world.kill()
     ledger = tmp_path / "data" / "run" / f"{world.name}.executing"
@@ -118,19 +128,8 @@ def test_a_rank_that_runs_out_of_memory_within_such_a_sequence_fails_its_operati
     first = TrainerWorld(redis_url, model_dir, tmp_path / "data", 2, 0, *LITTLE)
     try:
         one_rank, longest = first.record.one_rank_tokens, first.record.max_sequence_tokens
-        long, short = TrainedModel(first), TrainedModel(first)
-        for model in (long, short):
-            model.create(rank=1)
-            first.wait_durable(model.model_id, 0)
-        armed.arm(faults, "trainer.mid_split[trainer-1]", "oom")
-        operations = [
-            model.operation(forward_backward=forward_backward(data), ranks=2, one_rank_tokens=one_rank)
-            for model, data in ((long, datums([longest])), (short, batch(3, rows=4, longest=one_rank)))
-        ]
-        calls = [first.send(operation) for operation in operations]
-        assert first.process.wait(240) != 0
-        assert not armed.armed(faults)
-        assert calls[0].exception() is not None
+        long, short = (TrainedModel(first) for _ in range(2))
+        operations = break_off(first, faults, "trainer.mid_split[trainer-1]", "oom", long, short)
     finally:
         first.kill()
     second = TrainerWorld(redis_url, model_dir, tmp_path / "data", 2, 0, *LITTLE, name=first.name)

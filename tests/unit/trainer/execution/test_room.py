@@ -55,6 +55,12 @@ class Waiters:
         await asyncio.sleep(_LONG)
         return task
 
+    async def ask_impatiently(self, name: str, size: int) -> asyncio.Task[None]:
+        """One more comes, and will have waited in vain soon."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(room, "_WAIT_S", 2 * _LONG)
+            return await self.ask(name, size)
+
     async def unload(self, name: str) -> None:
         """A client is done with one, which leaves for nobody."""
         del self.models[name]
@@ -118,11 +124,9 @@ async def test_room_for_the_first_is_its_own_before_it_has_looked(monkeypatch: p
         assert found.came == ["smaller", "large"]
 
 
-async def test_after_one_has_waited_in_vain_its_room_is_anybodys(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_after_one_has_waited_in_vain_its_room_is_anybodys() -> None:
     async with waiters(a=50, b=50) as found:
-        monkeypatch.setattr(room, "_WAIT_S", 2 * _LONG)
-        large = await found.ask("large", 80)
-        monkeypatch.setattr(room, "_WAIT_S", 60.0)
+        large = await found.ask_impatiently("large", 80)
         await found.ask("small", 20)
         await found.unload("a")
         with pytest.raises(Overloaded):
@@ -131,13 +135,9 @@ async def test_after_one_has_waited_in_vain_its_room_is_anybodys(monkeypatch: py
         assert found.came == ["small"]
 
 
-async def test_one_that_has_waited_in_vain_and_asks_again_waits_where_it_did(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_one_that_has_waited_in_vain_and_asks_again_waits_where_it_did() -> None:
     async with waiters(a=50, b=50) as found:
-        monkeypatch.setattr(room, "_WAIT_S", 2 * _LONG)
-        large = await found.ask("large", 80)
-        monkeypatch.setattr(room, "_WAIT_S", 60.0)
+        large = await found.ask_impatiently("large", 80)
         await found.ask("later", 80)
         with pytest.raises(Overloaded):
             await large
@@ -153,13 +153,9 @@ async def test_one_that_has_waited_in_vain_and_asks_again_waits_where_it_did(
         assert found.came[2:] == ["large"], "what it waited for is had, and it waits as one that comes anew"
 
 
-async def test_one_that_takes_its_former_place_leaves_others_no_more_than_they_had(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_one_that_takes_its_former_place_leaves_others_no_more_than_they_had() -> None:
     async with waiters(a=50, b=50) as found:
-        monkeypatch.setattr(room, "_WAIT_S", 2 * _LONG)
-        large = await found.ask("large", 90)
-        monkeypatch.setattr(room, "_WAIT_S", 60.0)
+        large = await found.ask_impatiently("large", 90)
         await found.ask("later", 80)
         with pytest.raises(Overloaded):
             await large

@@ -66,32 +66,15 @@ class Plain:
 class Wrong(Plain):
     """Takes what was merged for its own."""
 
-    def backward(
-        self,
-        above: Tensor,
-        given: tuple[Tensor, Tensor, Tensor],
-        made: tuple[Tensor, Tensor],
-        runs: tuple[Run, Run],
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        own = self.forward(*given, runs, causal, scale)
-        return super().backward(above, given, own, runs, causal, scale)
+    def backward(self, above: Tensor, given: Any, made: Any, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return super().backward(above, given, self.forward(*given, *rest), *rest)
 
 
 class NotANumber(Plain):
     """Its gradient of keys is none."""
 
-    def backward(
-        self,
-        above: Tensor,
-        given: tuple[Tensor, Tensor, Tensor],
-        made: tuple[Tensor, Tensor],
-        runs: tuple[Run, Run],
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dquery, dkey, dvalue = super().backward(above, given, made, runs, causal, scale)
+    def backward(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        dquery, dkey, dvalue = super().backward(*given)
         return dquery, dkey * torch.nan, dvalue
 
 
@@ -99,11 +82,10 @@ class MixesSingleTokens(Plain):
     """Where each sequence asks with one token, as for which kernels have a way of their own, it has the sums
     of one for those of another."""
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, Run], causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        made, sums = super().forward(query, key, value, runs, causal, scale)
-        return made, sums if runs[0].longest > 1 else sums.flip(1)
+    def forward(self, *given: Any) -> tuple[Tensor, Tensor]:
+        made, sums = super().forward(*given)
+        queries, _ = given[3]
+        return made, sums if queries.longest > 1 else sums.flip(1)
 
 
 class LosesManyKeys(Plain):
@@ -116,9 +98,7 @@ class LosesManyKeys(Plain):
 
 
 class Absent(Plain):
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, Run], causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, *given: Any) -> tuple[Tensor, Tensor]:
         raise RuntimeError("no kernel image is available")
 
 
