@@ -65,7 +65,7 @@ def padding(lengths: Sequence[int]) -> int:
     rows = []
     for index, length in enumerate(lengths):
         inputs = {"target_tokens": from_values(np.zeros(length, np.int64))}
-        rows.append(Row("m", 0, index, np.full(length, index, "<i4").tobytes(), inputs))
+        rows.append(Row(0, index, np.full(length, index, "<i4").tobytes(), inputs))
     return collate(in_order(rows), "cpu", shared=True).tokens.numel() - sum(lengths)
 
 

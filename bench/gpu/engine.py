@@ -44,21 +44,20 @@ def start(
     )
 
 
-def row(model_id: str, op: int, index: int, tokens: np.ndarray) -> Row:
+def row(op: int, index: int, tokens: np.ndarray) -> Row:
     """A datum of `cross_entropy`: each token is the target of the one before it, the first of the last."""
     inputs = {
         "target_tokens": from_values(np.roll(tokens, -1).astype("<i8")),
         "weights": from_values(np.ones(len(tokens), "<f4")),
     }
-    return Row(model_id, op, index, tokens.astype("<i4").tobytes(), inputs)
+    return Row(op, index, tokens.astype("<i4").tobytes(), inputs)
 
 
 def one_micro_batch(models: Sequence[str], sequences: Sequence[np.ndarray], seq_id: int = 1) -> Pass:
     """One operation of each model, whose sequences are dealt in turn; all in one flat batch."""
     ops = [PassOp(model_id, seq_id, "cross_entropy") for model_id in models]
     rows = [
-        row(models[number % len(models)], number % len(models), number // len(models), tokens)
-        for number, tokens in enumerate(sequences)
+        row(number % len(models), number // len(models), tokens) for number, tokens in enumerate(sequences)
     ]
     return Pass(ops, [MicroBatch(rows)])
 

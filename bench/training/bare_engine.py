@@ -98,7 +98,7 @@ def _pass(op: Any, batch: list[list[int]], *, shared: bool = True) -> Any:
             "target_tokens": HostTensor("int64", (count,), targets),
             "weights": HostTensor("float32", (count,), np.ones(count, "<f4").tobytes()),
         }
-        rows.append(Row(op.model_id, 0, index, np.array(sequence[:-1], "<i4").tobytes(), inputs))
+        rows.append(Row(0, index, np.array(sequence[:-1], "<i4").tobytes(), inputs))
     units = split_operation([row.tokens for row in rows], MICRO_BATCH_TOKENS, shared=shared)
     return Pass([op], [MicroBatch([rows[index] for index in unit.datums]) for unit in units])
 

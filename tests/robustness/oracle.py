@@ -122,7 +122,7 @@ def _computed(
     from services.trainer.compute.losses import combine_metrics
     from services.trainer.order.microbatch import split_operation
 
-    rows = [_row(model_id, index, *one) for index, one in enumerate(data)]
+    rows = [_row(index, *one) for index, one in enumerate(data)]
     cut = split_operation([row.tokens for row in rows], MICRO_BATCH_TOKENS, shared=engine.shares_prefixes)
     passes = Pass(
         [PassOp(model_id, seq_id, "cross_entropy", forward_only=forward_only)],
@@ -136,7 +136,7 @@ def _computed(
     return {"loss": metrics["loss:sum"], "logprobs": total.hexdigest()}
 
 
-def _row(model_id: str, index: int, seed: int, length: int) -> Any:
+def _row(index: int, seed: int, length: int) -> Any:
     from services.trainer.compute.data import Row
 
     datum = batches.cross_entropy(seed, length)
@@ -147,7 +147,7 @@ def _row(model_id: str, index: int, seed: int, length: int) -> Any:
         "weights": HostTensor("float32", weights.shape, weights.tobytes()),
     }
     tokens = np.asarray(batches.inputs(datum), dtype="<i4").tobytes()
-    return Row(model_id, 0, index, tokens, inputs)
+    return Row(0, index, tokens, inputs)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import logging
 import os
 import sys
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +38,18 @@ from services.trainer.compute.replay.routers import Replay
 from services.trainer.compute.sharding import quantized
 from services.trainer.compute.sharding.engines import EVERY_ENGINE
 from services.trainer.compute.sharding.stage3 import gather_what_is_read, held_bytes, share_replicas, stage3
-from services.trainer.compute.split.asked import Asked, splits
+from services.trainer.compute.split.asked import splits
 from services.trainer.compute.split.exchange import Exchange
 from services.trainer.compute.trial.own_forward import check_own_forward
 
 logger = logging.getLogger(__name__)
 
 
-def init_distributed(device: str, timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
+def init_distributed(device: str) -> None:
     """Joins the process group that the environment describes, as torchrun's agent does, unless done before.
 
     Args:
         device: "cpu" (gloo) or "cuda" (NCCL, on the GPU of LOCAL_RANK).
-        timeout: deadline of every collective.
 
     Raises:
         InvalidRequest: there is no GPU for this rank.
@@ -71,24 +69,21 @@ def init_distributed(device: str, timeout: timedelta = COLLECTIVE_TIMEOUT) -> No
     else:
         _load_collectives()
     backend = "nccl" if device == "cuda" else "gloo"
-    _meet(backend, timeout)
+    _meet(backend)
     deepspeed.init_distributed(
-        dist_backend=backend,
-        auto_mpi_discovery=False,
-        verbose=False,
-        timeout=timeout,
+        dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=COLLECTIVE_TIMEOUT
     )
     if device == "cpu":
         _unlink_shared_buffer()
 
 
-def _meet(backend: str, timeout: timedelta) -> None:
+def _meet(backend: str) -> None:
     """Joins the process group on MASTER_ADDR, and on no other address."""
     import torch.distributed as dist
 
     if dist.is_initialized():
         return
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), COLLECTIVE_TIMEOUT
     store = tcp_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, world, timeout)
     # A group that is bound to its GPU is split without a rendezvous; one rank alone has nobody to split from.
     bound = backend == "nccl" and world > 1
@@ -191,7 +186,16 @@ class BaseModel:
         self._scorer = self._engine.module
         self.elements = sum(getattr(each, "ds_numel", each.numel()) for each in scorer.parameters())
         ranks = torch.distributed.get_world_size()
-        self.asked = self._try(model, model_path)
+        asked = check_own_forward(
+            model,
+            lambda *given: self._scorer(*given)[0],
+            model_path=model_path,
+            flat=self.flat,
+            vocab_size=self.vocab_size,
+            context_length=self.context_length,
+            device=self.device,
+        )
+        self.asked = [layer.within(self.context_length) for layer in asked]
         self.exchange = Exchange(ranks, self.device) if splits(self.asked, ranks) else None
         self.footprint: Footprint = footprint(
             model,
@@ -218,19 +222,6 @@ class BaseModel:
         """
         logprobs, scored = self._scorer(tokens, targets, sequences)
         return logprobs, self._router.values(scored)
-
-    def _try(self, model: Any, model_path: str) -> list[Asked]:
-        """What each layer asks of attention, found by computing a few tokens, as the model itself has to."""
-        asked = check_own_forward(
-            model,
-            lambda *given: self._scorer(*given)[0],
-            model_path=model_path,
-            flat=self.flat,
-            vocab_size=self.vocab_size,
-            context_length=self.context_length,
-            device=self.device,
-        )
-        return [layer.within(self.context_length) for layer in asked]
 
     def backward(self, loss: Tensor) -> None:
         """Differentiates `loss` into the routed adapters."""

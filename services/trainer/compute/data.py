@@ -39,7 +39,6 @@ class AdamSpec(msgspec.Struct, frozen=True):
 class Row(msgspec.Struct, frozen=True):
     """One datum to run."""
 
-    model_id: str
     op: int
     """Index into `Pass.ops`."""
     index: int
@@ -116,11 +115,6 @@ class ModelState(msgspec.Struct, frozen=True, tag=True):
     adapter: dict[str, HostTensor]
     optimizer: dict[str, HostTensor]
     step: int
-
-    @property
-    def role(self) -> Role:
-        """What the model's head computes."""
-        return "policy" if self.lora is None else self.lora.role
 
     @property
     def nbytes(self) -> int:

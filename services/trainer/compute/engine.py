@@ -51,7 +51,7 @@ from services.trainer.compute.memory.room import taken_everywhere, without_room
 from services.trainer.compute.memory.use import by_purpose, pass_bytes
 from services.trainer.compute.prefix.trial import attends_to_trees
 from services.trainer.compute.rounds import Rounds
-from services.trainer.compute.tenant import LoraTenant, Tenant, not_finite, not_here, skipped
+from services.trainer.compute.tenant import LoraTenant, not_finite, not_here, skipped
 
 logger = logging.getLogger(__name__)
 
@@ -252,7 +252,7 @@ class Engine:
         results, failed_here = self._rounds.run(work, failures)
         failed, collected = exchange(work, results, failures, failed_here, self.device)
         for number, failure in failed.items():
-            tenant: Tenant | None = self._tenants.get(work.ops[number].model_id)
+            tenant = self._tenants.get(work.ops[number].model_id)
             if tenant is not None:
                 tenant.fail(work.ops[number].seq_id, failure)
         for op in work.ops:

@@ -1,13 +1,13 @@
 """One model on the trainer: its weights, its optimizer, and the gradient since its last step.
 
-`Tenant` is what the engine asks of every model; `LoraTenant` is an adapter on the shared base model.
+That is an adapter on the shared base model; one that trains all weights is full/model.py's, which the engine
+asks for the same of a pass and its operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,33 +28,6 @@ from services.trainer.compute.optimizer import MOMENTS, AdapterOptimizer, Due, s
 from services.trainer.order.microbatch import deal
 
 
-class Tenant(Protocol):
-    """A model as the engine sees it. Unless it says otherwise a method is called on every rank alike."""
-
-    @property
-    def role(self) -> Role:
-        """What its head computes."""
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether any operation since the last step added to the gradient, on any rank."""
-
-    def begin(self, seq_id: int) -> None:
-        """A forward_backward has work in the coming pass (perhaps not its first)."""
-
-    def failure(self, seq_id: int) -> Failure | None:
-        """Why an earlier part of the operation failed."""
-
-    def fail(self, seq_id: int, failure: Failure) -> None:
-        """The operation failed: nothing of its gradient stays, and what is left of it will fail too."""
-
-    def close_before(self, seq_id: int) -> None:
-        """Operations before `seq_id` are complete."""
-
-    def clear_gradient(self) -> None:
-        """Forgets the gradient and the failures since the last step."""
-
-
 @dataclass
 class _Sum:
     """What an operation's gradient is summed up in.
@@ -69,7 +42,7 @@ class _Sum:
 
 
 class LoraTenant:
-    """An adapter and its AdamW.
+    """An adapter and its AdamW. Unless it says otherwise a method is called on every rank alike.
 
     Invariant: the gradient is kept per operation until a later operation begins, so that one that fails in
     any of its micro-batches leaves nothing behind; the total is always added up in seq_id order. Each rank
@@ -101,13 +74,16 @@ class LoraTenant:
 
     @property
     def role(self) -> Role:
+        """What its head computes."""
         return self.adapter.spec.role
 
     @property
     def has_gradient(self) -> bool:
+        """Whether any operation since the last step added to the gradient, on any rank."""
         return self._closed or bool(self._open)
 
     def begin(self, seq_id: int) -> None:
+        """A forward_backward has work in the coming pass (perhaps not its first)."""
         self._open.setdefault(seq_id, _Sum())
 
     def gradient(self, seq_id: int) -> tuple[Tensor, bool]:
@@ -137,9 +113,11 @@ class LoraTenant:
         return dealt
 
     def failure(self, seq_id: int) -> Failure | None:
+        """Why an earlier part of the operation failed."""
         return self._failures.get(seq_id)
 
     def fail(self, seq_id: int, failure: Failure) -> None:
+        """The operation failed: nothing of its gradient stays, and what is left of it will fail too."""
         self._failures[seq_id] = failure
         self._open.pop(seq_id, None)
         # A replay leaves the operation out, and deals what comes after it as if it had never been.
@@ -148,7 +126,7 @@ class LoraTenant:
             self.loads = [load - part for load, part in zip(self.loads, dealt, strict=True)]
 
     def close_before(self, seq_id: int) -> None:
-        """The gradients of operations before `seq_id` join the total."""
+        """Operations before `seq_id` are complete: their gradients join the total."""
         for done in sorted(number for number in self._open if number < seq_id):
             begun = self._open.pop(done)
             self._dealt.pop(done, None)
@@ -163,6 +141,7 @@ class LoraTenant:
             self._buffers.give(begun.flat)
 
     def clear_gradient(self) -> None:
+        """Forgets the gradient and the failures since the last step."""
         if self._total is not None:
             self._buffers.give(self._total)
         self._total, self._closed, self.loads = None, False, []

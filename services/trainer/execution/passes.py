@@ -85,7 +85,7 @@ def _rows(ref: UnitRef, numbers: dict[tuple[str, int], int], operations: list[Op
     data = operation.work.data
     datums = operation.units[ref.unit].datums
     return [
-        Row(ref.model_id, number, index, data[index].tokens, data[index].loss_inputs, data[index].routed)
+        Row(number, index, data[index].tokens, data[index].loss_inputs, data[index].routed)
         for index in datums
     ]
 

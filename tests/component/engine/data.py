@@ -40,7 +40,7 @@ def ce_row(seed: int, length: int, columns: int = 0) -> Row:
     shape = (length, columns) if columns else (length,)
     weights = rng.choice([0.0, 1.0, 0.5, -0.25], shape).astype(np.float32)
     inputs = {"target_tokens": array(rng.integers(0, VOCAB, shape)), "weights": array(weights)}
-    return Row("", 0, 0, rng.integers(0, VOCAB, length).astype("<i4").tobytes(), inputs)
+    return Row(0, 0, rng.integers(0, VOCAB, length).astype("<i4").tobytes(), inputs)
 
 
 def is_row(seed: int, length: int) -> Row:
@@ -55,7 +55,7 @@ def is_row(seed: int, length: int) -> Row:
         "logprobs": array(q),
         "advantages": array(advantages),
     }
-    return Row("", 0, 0, rng.integers(0, VOCAB, length).astype("<i4").tobytes(), inputs)
+    return Row(0, 0, rng.integers(0, VOCAB, length).astype("<i4").tobytes(), inputs)
 
 
 def critic_row(seed: int, length: int, weighted: bool = True) -> Row:
@@ -67,7 +67,7 @@ def critic_row(seed: int, length: int, weighted: bool = True) -> Row:
     }
     if weighted:
         inputs["weights"] = array((np.arange(length) >= length // 3).astype(np.float32) * 0.5)
-    return Row("", 0, 0, rng.integers(0, VOCAB, length).astype("<i4").tobytes(), inputs)
+    return Row(0, 0, rng.integers(0, VOCAB, length).astype("<i4").tobytes(), inputs)
 
 
 def given_experts(row: Row, routing: Routing, seed: int = 0) -> Row:
@@ -87,7 +87,7 @@ Placed = tuple[PassOp, Sequence[Row]]
 def work(*placed: Placed, cut: Sequence[Sequence[tuple[int, int]]] | None = None) -> Pass:
     """A pass of operations with their rows; `cut` lists (op, index) per micro-batch, else one holds all."""
     rows = {
-        (number, index): msgspec.structs.replace(row, model_id=op.model_id, op=number, index=index)
+        (number, index): msgspec.structs.replace(row, op=number, index=index)
         for number, (op, op_rows) in enumerate(placed)
         for index, row in enumerate(op_rows)
     }

@@ -121,7 +121,7 @@ def test_the_bare_engine_gets_small_batches_of_several_models_as_one_micro_batch
     work = _together([_pass(PassOp(f"m{n}", 1, "cross_entropy"), [[n, 2, 3], [n, 4]]) for n in range(3)])
     assert [op.model_id for op in work.ops] == ["m0", "m1", "m2"]
     (batch,) = work.micro_batches
-    assert [(row.op, row.model_id, row.index) for row in batch.rows] == [
+    assert [(row.op, work.ops[row.op].model_id, row.index) for row in batch.rows] == [
         (n, f"m{n}", index) for n in range(3) for index in range(2)
     ]
 

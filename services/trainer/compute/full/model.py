@@ -49,7 +49,8 @@ _GRADIENT_BYTES = 4
 
 
 class FullModel:
-    """One model, as a `Tenant` and as what computes its own log-probabilities. Use it on all ranks alike.
+    """One model, as the engine has a `LoraTenant`, and as what computes its own log-probabilities. Use it on
+    all ranks alike.
 
     Attributes:
         collective, flat, replay: as of `BaseModel`.
@@ -120,7 +121,7 @@ class FullModel:
         return self._failures.get(seq_id)
 
     def fail(self, seq_id: int, failure: Failure) -> None:
-        """See `Tenant.fail`.
+        """See `LoraTenant.fail`.
 
         Raises:
             RuntimeError: a part of the operation has run.

@@ -147,4 +147,4 @@ def _row(index: int, tokens: int) -> Row:
         "target_tokens": from_values(np.zeros(tokens, dtype="<i8")),
         "weights": from_values(np.ones(tokens, dtype="<f4")),
     }
-    return Row(MODEL_ID, 0, index, ids.tobytes(), inputs)
+    return Row(0, index, ids.tobytes(), inputs)

@@ -45,11 +45,6 @@ class Away:
         assert self._bytes == [tensor.nbytes for tensor in self._tensors], "a tensor shares its memory"
         self._copies = [_room(tensor) for tensor in self._tensors]
 
-    @property
-    def nbytes(self) -> int:
-        """Of all tensors."""
-        return sum(self._bytes)
-
     def leave(self) -> None:
         """The values go to the host, and the device's memory is free."""
         for tensor, copy in zip(self._tensors, self._copies, strict=True):

@@ -96,7 +96,7 @@ class _Model:
 def compared(model_type: str, checkpointing: bool) -> Compared:
     rng = np.random.default_rng(1)
     inputs = {"target_tokens": from_values(rng.integers(0, VOCAB, TOKENS))}
-    row = Row("m", 0, 0, rng.integers(0, VOCAB, TOKENS).astype("<i4").tobytes(), inputs)
+    row = Row(0, 0, rng.integers(0, VOCAB, TOKENS).astype("<i4").tobytes(), inputs)
     model = _Model(model_type, checkpointing)
     if model.replay.routing is not None:
         row = given_experts(row, model.replay.routing)

@@ -11,7 +11,7 @@ FULL = Failure("server", "out_of_memory", "a sequence of 9 tokens does not fit; 
 
 
 def row(op: int, index: int) -> Row:
-    return Row("m", op, index, b"\0\0\0\0", {})
+    return Row(op, index, b"\0\0\0\0", {})
 
 
 def test_the_rank_on_which_an_operation_failed_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,6 +67,6 @@ def test_what_was_refused_has_a_failure_for_each_row_and_all_know_it(monkeypatch
 def test_ranks_wait_for_each_other_as_long_as_their_tokens_may_take(
     sizes: list[tuple[int, bool]], ranks: int, device: str, seconds: float
 ) -> None:
-    batches = [MicroBatch([Row("m", 0, 0, bytes(4 * size), {})], split) for size, split in sizes]
+    batches = [MicroBatch([Row(0, 0, bytes(4 * size), {})], split) for size, split in sizes]
     work = Pass([PassOp("m", 1, "cross_entropy")], batches)
     assert exchange.part_seconds(work, ranks, device) == pytest.approx(seconds)

@@ -121,7 +121,7 @@ def row(op: int, index: int, length: int) -> Row:
         "target_tokens": from_values(rng.integers(0, VOCAB, length)),
         "weights": from_values(rng.normal(size=length).astype(np.float32)),
     }
-    return Row("m", op, index, rng.integers(0, VOCAB, length).astype("<i4").tobytes(), inputs)
+    return Row(op, index, rng.integers(0, VOCAB, length).astype("<i4").tobytes(), inputs)
 
 
 ROWS = [row(0, 0, 5), row(0, 1, 9), row(1, 0, 7), row(0, 2, 4)]

@@ -130,7 +130,7 @@ def counted(name: str, **labels: str) -> float:
 def test_a_pass_counts_its_time_what_each_batch_computes_and_all_that_was_sent() -> None:
     def row(op: int, tokens: int) -> Row:
         inputs = {"target_tokens": from_values(np.zeros(tokens, "int64"))}
-        return Row("m", op, 0, np.zeros(tokens, "<i4").tobytes(), inputs)
+        return Row(op, 0, np.zeros(tokens, "<i4").tobytes(), inputs)
 
     ops = [PassOp("m", 1, "cross_entropy"), PassOp("n", 1, "cross_entropy", forward_only=True)]
     plan = Pass(ops, [MicroBatch([row(0, 100), row(0, 60)]), MicroBatch([row(1, 7)])])

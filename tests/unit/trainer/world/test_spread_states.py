@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import cast
 
@@ -61,13 +60,6 @@ class Told(Channel):
         super().agree(error, refused)
 
 
-@pytest.fixture
-def thread() -> Iterator[WorkerThread]:
-    thread = WorkerThread("engine")
-    yield thread
-    thread.close()
-
-
 async def test_what_all_ranks_have_a_part_of_is_a_command_to_them_and_the_rest_is_not(
     thread: WorkerThread,
 ) -> None:
@@ -75,7 +67,8 @@ async def test_what_all_ranks_have_a_part_of_is_a_command_to_them_and_the_rest_i
     world = World(thread, cast(Engine, Spread()), channel, 5)
     await world.step(ModelStep("m", 7, AdamSpec()))
     channel.told.clear()
-    assert (await world.state("m", optimizer=False))[1].step == 0
+    async with world.snapshot("m", optimizer=False) as (_, snapshot):
+        assert snapshot.state().step == 0
     assert channel.told == []
     seq_id, state = await world.state("m")
     assert channel.told == [ReadState("m", optimizer=True)]

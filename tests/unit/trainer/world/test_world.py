@@ -128,7 +128,7 @@ async def test_the_deadline_of_a_command_does_not_count_its_wait_for_those_befor
 
 def plan(*sizes: tuple[int, bool]) -> Pass:
     """Micro-batches of one sequence of so many tokens, which all ranks compute together or one."""
-    rows = [(Row("m", 0, index, bytes(4 * size), {}), split) for index, (size, split) in enumerate(sizes)]
+    rows = [(Row(0, index, bytes(4 * size), {}), split) for index, (size, split) in enumerate(sizes)]
     return Pass([PassOp("m", 1, "cross_entropy")], [MicroBatch([row], split) for row, split in rows])
 
 

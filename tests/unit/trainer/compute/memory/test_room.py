@@ -18,7 +18,7 @@ VOCAB = 1000
 
 
 def row(op: int, length: int) -> Row:
-    return Row("m", op, 0, np.zeros(length, "<i4").tobytes(), {})
+    return Row(op, 0, np.zeros(length, "<i4").tobytes(), {})
 
 
 def plan(*rows: tuple[int, int, bool]) -> Pass:

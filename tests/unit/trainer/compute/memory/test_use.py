@@ -24,7 +24,7 @@ OPS = [PassOp("a", 1, "cross_entropy"), PassOp("b", 1, "cross_entropy", forward_
 
 
 def batch(*lengths: int, op: int = 0, split: bool = False) -> MicroBatch:
-    rows = [Row("m", op, index, np.zeros(size, "<i4").tobytes(), {}) for index, size in enumerate(lengths)]
+    rows = [Row(op, index, np.zeros(size, "<i4").tobytes(), {}) for index, size in enumerate(lengths)]
     return MicroBatch(rows, split)
 
 
