@@ -15,6 +15,13 @@ from tinsmith.internal.v1 import operation_pb2
 MODEL = "s:train:0"
 
 
+async def held(leases: Leases) -> Lease:
+    """The lease on MODEL, which nobody else has."""
+    lease = await leases.acquire(MODEL)
+    assert isinstance(lease, Lease)
+    return lease
+
+
 async def test_only_one_gateway_holds_a_lease(any_redis: redis.asyncio.Redis) -> None:
     gateways = [Leases(any_redis, f"gateway-{n}") for n in range(10)]
     found = await asyncio.gather(*(gateway.acquire(MODEL) for gateway in gateways))
@@ -26,24 +33,21 @@ async def test_a_lease_is_kept_by_renewal_and_passes_on_when_it_is_not(
     any_redis: redis.asyncio.Redis,
 ) -> None:
     first, second = Leases(any_redis, "gateway-0", ttl=1.0), Leases(any_redis, "gateway-1", ttl=1.0)
-    lease = await first.acquire(MODEL)
-    assert isinstance(lease, Lease)
+    lease = await held(first)
     first.start()
     await asyncio.sleep(2.2)
     assert not lease.lost
     assert isinstance(await second.acquire(MODEL), float)
     await first._renewals.stop()
     await asyncio.sleep(1.2)
-    taken = await second.acquire(MODEL)
-    assert isinstance(taken, Lease)
+    taken = await held(second)
     assert taken.epoch > lease.epoch
     await second.stop()
 
 
 async def test_a_holder_that_finds_its_lease_taken_stops(any_redis: redis.asyncio.Redis) -> None:
     leases = Leases(any_redis, "gateway-0", ttl=0.3)
-    lease = await leases.acquire(MODEL)
-    assert isinstance(lease, Lease)
+    lease = await held(leases)
     told = asyncio.Event()
     lease.on_lost = told.set
     await any_redis.set(keys.lease(MODEL), "gateway-9/other")
@@ -59,8 +63,8 @@ async def test_leases_that_an_outage_takes_are_one_line_with_its_cause(
 ) -> None:
     caplog.set_level("INFO")
     leases = Leases(any_redis, "gateway-0", ttl=0.3)
-    held = [lease for n in range(50) if isinstance(lease := await leases.acquire(f"s:train:{n}"), Lease)]
-    assert len(held) == 50
+    many = [lease for n in range(50) if isinstance(lease := await leases.acquire(f"s:train:{n}"), Lease)]
+    assert len(many) == 50
 
     async def silent(*_: object) -> int:
         await asyncio.Event().wait()
@@ -70,7 +74,7 @@ async def test_leases_that_an_outage_takes_are_one_line_with_its_cause(
     monkeypatch.setattr(leases, "_renew", silent)
     leases.start()
     async with asyncio.timeout(60):
-        while not all(lease.lost for lease in held):  # noqa: ASYNC110
+        while not all(lease.lost for lease in many):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     lost = "leases on models are lost"
     assert caplog.messages.count(f"{lost}: Redis: it did not answer in time") == 1
@@ -88,7 +92,7 @@ async def test_an_outage_is_not_over_while_redis_answers_for_some_leases_only(
 ) -> None:
     caplog.set_level("INFO")
     leases = Leases(any_redis, "gateway-0", ttl=1.0)
-    held = [lease for n in range(20) if isinstance(lease := await leases.acquire(f"s:train:{n}"), Lease)]
+    many = [lease for n in range(20) if isinstance(lease := await leases.acquire(f"s:train:{n}"), Lease)]
     renew, unlucky = leases._renew, {keys.lease(f"s:train:{n}") for n in (1, 3, 5)}
 
     async def some(named: list[str], *args: object) -> object:
@@ -100,7 +104,7 @@ async def test_an_outage_is_not_over_while_redis_answers_for_some_leases_only(
     for _ in range(6):
         await asyncio.sleep(0.2)
         await leases._renew_all()
-    assert sum(lease.lost for lease in held) == 3
+    assert sum(lease.lost for lease in many) == 3
     lost = [message for message in caplog.messages if message.startswith("leases on models are lost")]
     assert lost == ["leases on models are lost: Redis: reset", lost[-1]]
     assert "no more of Redis" in lost[-1], "what was lost is renewed no more"
@@ -110,8 +114,7 @@ async def test_a_held_lease_gets_a_higher_epoch_and_one_taken_by_another_is_lost
     any_redis: redis.asyncio.Redis,
 ) -> None:
     leases = Leases(any_redis, "gateway-0", ttl=1.0)
-    lease = await leases.acquire(MODEL)
-    assert isinstance(lease, Lease)
+    lease = await held(leases)
     first = lease.epoch
     await leases.fence(lease)
     assert lease.epoch > first
@@ -127,22 +130,18 @@ async def test_a_held_lease_gets_a_higher_epoch_and_one_taken_by_another_is_lost
 
 
 async def test_a_gateway_that_restarts_takes_its_leases_back_at_once(any_redis: redis.asyncio.Redis) -> None:
-    before = await Leases(any_redis, "gateway-0").acquire(MODEL)
-    after = await Leases(any_redis, "gateway-0").acquire(MODEL)
-    assert isinstance(before, Lease)
-    assert isinstance(after, Lease)
+    before = await held(Leases(any_redis, "gateway-0"))
+    after = await held(Leases(any_redis, "gateway-0"))
     assert after.epoch > before.epoch
     assert isinstance(await Leases(any_redis, "gateway-01").acquire(MODEL), float)
 
 
 async def test_an_epoch_is_not_given_out_twice_when_redis_forgot_it(any_redis: redis.asyncio.Redis) -> None:
     leases = Leases(any_redis, "gateway-0")
-    before = await leases.acquire(MODEL)
+    before = await held(leases)
     await any_redis.delete(keys.epoch(MODEL), keys.lease(MODEL))
     await asyncio.sleep(0.01)
-    after = await leases.acquire(MODEL)
-    assert isinstance(before, Lease)
-    assert isinstance(after, Lease)
+    after = await held(leases)
     assert after.epoch > before.epoch
 
 
