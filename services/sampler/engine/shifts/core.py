@@ -73,6 +73,11 @@ def between_steps(scheduler: Any, apply: Callable[[], None], told: Mapping[str, 
     scheduler.schedule, scheduler.update_from_output = scheduled, updated
 
 
+def note(told: dict[str, Told], name: str, shift: tuple[int, int, bool]) -> None:
+    """A request shifts once more; a shift after as many tokens, of which none came, is none."""
+    told[name] = (*(one for one in told.get(name, ()) if one[0] != shift[0]), shift)
+
+
 def forget_ended(scheduler: Any, *known: dict[str, Any]) -> None:
     """Drops what is known of requests that a scheduler has no more."""
     for of_request in known:
@@ -178,8 +183,7 @@ class Shifts:
         name = request.request_id
         self._wanted.pop(name, None)
         self._taken[name] = adapter
-        before = tuple(one for one in self.told.get(name, ()) if one[0] != start)
-        self.told[name] = (*before, (start, adapter.lora_int_id, kept))
+        note(self.told, name, (start, adapter.lora_int_id, kept))
 
 
 def is_still(request: Any) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
-from services.sampler.engine.shifts.core import Told, between_steps, forget_ended, is_still
+from services.sampler.engine.shifts.core import Told, between_steps, forget_ended, is_still, note
 
 UPDATE = "tinsmith_update"
 """The method of vLLM's engine core that is told of updates."""
@@ -117,9 +117,7 @@ class Updates:
         request.update_block_hashes()
 
     def _note(self, request: Any, kept: bool) -> None:
-        name, start = request.request_id, int(request.num_output_tokens)
-        before = tuple(one for one in self.told.get(name, ()) if one[0] != start)
-        self.told[name] = (*before, (start, self._version, kept))
+        note(self.told, request.request_id, (int(request.num_output_tokens), self._version, kept))
 
 
 def _namer(size: int) -> BlockHasher:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -51,8 +51,9 @@ class Level:
     keys: Run
 
 
-class Kernel(Protocol):
-    """What computes attention of queries [T, heads, size] and keys and values [S, key heads, size]."""
+class FlashAttention:
+    """torch's, in the form in which its `varlen_attn` calls it: of queries [T, heads, size], and of keys and
+    values [S, key heads, size]."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, Run], causal: bool, scale: float
@@ -63,6 +64,10 @@ class Kernel(Protocol):
         Args:
             runs: the sequences of queries, and those of keys.
         """
+        output, sums, *_ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *_asked(runs, causal), return_debug_mask=False, scale=scale
+        )
+        return output, sums
 
     def backward(
         self,
@@ -79,30 +84,6 @@ class Kernel(Protocol):
             above: of what was made.
             given: query, key and value; `made`: as `forward` made it, or as it was merged with others.
         """
-
-
-class FlashAttention:
-    """torch's, in the form in which its `varlen_attn` calls it."""
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, Run], causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """See `Kernel`."""
-        output, sums, *_ = torch.ops.aten._flash_attention_forward(
-            query, key, value, *_asked(runs, causal), return_debug_mask=False, scale=scale
-        )
-        return output, sums
-
-    def backward(
-        self,
-        above: Tensor,
-        given: tuple[Tensor, Tensor, Tensor],
-        made: tuple[Tensor, Tensor],
-        runs: tuple[Run, Run],
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel`."""
         drawn = _drawn(above.device), torch.empty(0, device=above.device)
         found = torch.ops.aten._flash_attention_backward(
             above, *given, *made, *_asked(runs, causal), *drawn, scale=scale
@@ -163,14 +144,14 @@ def attend_pieces(
     own: Run,
     levels: Sequence[Level],
     scale: float,
-    kernel: Kernel | None = None,
+    kernel: FlashAttention | None = None,
 ) -> Tensor:
     """Attention of a flat batch, in which some tokens see pieces above their own.
 
     Args:
         query: [T, heads, size]; `key` and `value`: [T, key heads, size].
         own: all pieces.
-        kernel: FlashAttention by default.
+        kernel: what computes calls; None: torch's.
 
     Returns:
         [T, heads, size].
@@ -189,7 +170,7 @@ class _Attention(torch.autograd.Function):
         own: Run,
         levels: tuple[Level, ...],
         scale: float,
-        kernel: Kernel,
+        kernel: FlashAttention,
     ) -> Tensor:
         output, sums = kernel.forward(query, key, value, (own, own), True, scale)
         merged = output.float()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from services.trainer.compute.exchange import least
 from services.trainer.compute.prefix.attention import Rules, attend_tree
-from services.trainer.compute.prefix.flash import FlashAttention, Kernel, Run, attend_pieces, levels_of
+from services.trainer.compute.prefix.flash import FlashAttention, Run, attend_pieces, levels_of
 from services.trainer.compute.prefix.layout import TreeRun
 from services.trainer.compute.split.asked import Asked
 
@@ -56,7 +56,7 @@ def attends_to_trees(asked: Sequence[Asked], context_length: int, device: str) -
     return bool(least([int(mine)], device)[0])
 
 
-def works(device: str, kernel: Kernel, heads: int = 4, key_heads: int = 2, size: int = 64) -> bool:
+def works(device: str, kernel: FlashAttention, heads: int = 4, key_heads: int = 2, size: int = 64) -> bool:
     """Whether a kernel comes to plain attention, forward and backward, where calls of it are merged.
 
     Args:
@@ -75,7 +75,9 @@ def works(device: str, kernel: Kernel, heads: int = 4, key_heads: int = 2, size:
     return True
 
 
-def _errors(device: str, kernel: Kernel, shape: tuple[int, int, int], trees: Sequence[Tree]) -> list[float]:
+def _errors(
+    device: str, kernel: FlashAttention, shape: tuple[int, int, int], trees: Sequence[Tree]
+) -> list[float]:
     """Those of what comes out and of the three gradients, of their norms; and of what comes out of the tokens
     that continue a piece, which may be few among all."""
     heads, key_heads, size = shape
