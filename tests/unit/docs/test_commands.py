@@ -1,4 +1,4 @@
-"""Every `tinsmith ...` that a document prints is one that the command takes."""
+"""Every `tinsmith ...` that a document prints is one that the command takes, in a pod too."""
 
 from __future__ import annotations
 
@@ -21,19 +21,29 @@ DOCUMENTS = sorted(
 _BLOCK = re.compile(r"^ *```(?:sh|bash|console)\n(.*?)^ *```$|^((?: {4}[^\n]+\n)+)", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`tinsmith( [^`]+)`")
 _BEFORE = re.compile(r"(?:^|[;&|(]|\$\() *(?:[A-Z_]+=\S* +)*(?:\S*/)?tinsmith ")
+_IN_A_POD = re.compile(r"kubectl run (.*?) -- (.*)")
 _UNSAID = re.compile(r"\[[^]]*\]|\bVERB\b|\.\.\.|…")
 """What a sentence leaves to its reader."""
 
 
+def shell_lines(document: str) -> list[str]:
+    """What its blocks have for the shell, a line each."""
+    blocks = "".join(part for found in _BLOCK.findall(document) for part in found)
+    return blocks.replace("\\\n", " ").splitlines()
+
+
 def pasted(document: str) -> list[str]:
     """The commands in blocks for a shell, and in lines that are indented, as words after `tinsmith`."""
-    blocks = "".join(part for found in _BLOCK.findall(document) for part in found)
-    lines = blocks.replace("\\\n", " ").splitlines()
     found = []
-    for line in lines:
+    for line in shell_lines(document):
         if start := _BEFORE.search(line):
             found.append(re.split(r"[;&|)>]", line[start.end() :])[0])
     return found
+
+
+def in_pods(document: str) -> list[tuple[str, str]]:
+    """Flags of each `kubectl run`, and the words that the image's command gets."""
+    return [(found[1], found[2]) for line in shell_lines(document) if (found := _IN_A_POD.search(line))]
 
 
 def named(document: str) -> list[str]:
@@ -64,6 +74,13 @@ def test_a_command_that_a_document_prints_is_taken(document: Path) -> None:
     commands = [(command, True) for command in pasted(text)] + [(command, False) for command in named(text)]
     complaints = {command: wrong(command, whole) for command, whole in commands}
     assert {command: complaint for command, complaint in complaints.items() if complaint} == {}
+
+
+def test_a_command_that_a_document_runs_in_a_pod_is_taken_and_not_run_again_when_it_ended() -> None:
+    runs = [run for path in DOCUMENTS for run in in_pods(path.read_text())]
+    assert runs
+    assert [flags for flags, _ in runs if "--restart=Never" not in flags.split()] == []
+    assert [wrong(command, whole=True) for _, command in runs] == [""] * len(runs)
 
 
 def test_a_command_that_the_help_prints_is_taken() -> None:

@@ -26,6 +26,7 @@ OF_OTHERS = {
     "protocol",
     "http2-prior-knowledge",
     "reflect-header",
+    "restart",
     "rm",
 }
 """Flags of docker, kubectl, buf and protoc."""
