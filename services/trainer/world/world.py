@@ -213,9 +213,9 @@ class World:
         await self._wait(future, "a snapshot", self._timeout)
         return self._found(future)
 
-    async def state(self, model_id: str) -> tuple[int, ModelState]:
-        """As `snapshot`, with the moments, on the host."""
-        async with self.snapshot(model_id) as (seq_id, snapshot):
+    async def state(self, model_id: str, *, optimizer: bool = True) -> tuple[int, ModelState]:
+        """As `snapshot`, on the host."""
+        async with self.snapshot(model_id, optimizer=optimizer) as (seq_id, snapshot):
             return seq_id, await self.beside(snapshot.state)
 
     async def write_state(self, model_id: str, directory: str) -> tuple[int, int]:
