@@ -12,7 +12,7 @@ from bench.stack import BASE_MODEL, Stack, next_token_datum, random_tokens, trai
 from bench.training.exactness import newest_snapshot
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 64, 64, 128
-BASE_REPETITIONS, ADAPTER_REPETITIONS, ONE_TOKEN_REPETITIONS = 2, 1, 30
+BASE_REPETITIONS, MANY_REPETITIONS, ADAPTER_REPETITIONS, ONE_TOKEN_REPETITIONS = 5, 2, 1, 60
 GROUP, GROUP_TOKENS, ADAPTED_TOKENS = 16, 32, 2
 """Answers to each prompt, and their tokens, of a batch of 1,024 sequences; fewer tokens where they have
 adapters, for which vLLM's own functions take seventeen times as long on a CPU."""
@@ -68,7 +68,7 @@ def many_sequences(stack: Stack) -> list[Row]:
     client = stack.service.create_sampling_client(base_model=BASE_MODEL).result()
     bare = BareVllm(stack.model_dir, stack.threads, False, stack.scratch / "bare-vllm-many.log")
     try:
-        ours, theirs = _compare(stack, [client], bare, [], BASE_REPETITIONS, GROUP_TOKENS, GROUP)
+        ours, theirs = _compare(stack, [client], bare, [], MANY_REPETITIONS, GROUP_TOKENS, GROUP)
     finally:
         bare.close()
     name = "sampling, base model, 1,024 sequences at once: API / plain LLM.generate"

@@ -18,11 +18,11 @@ from bench.training.bare_engine import BareEngine
 from bench.training.bare_torch import BareLoop
 
 LEARNING_RATE = 1e-4
-ROWS, TOKENS, REPETITIONS = 32, 128, 3
+ROWS, TOKENS, REPETITIONS = 32, 128, 5
 TENANTS = 4
 MIXED = 10
 PROMPT, ANSWERS, ANSWER = 512, 16, 64
-SMALL_TOKENS, SMALL_STEPS, SMALL_REPETITIONS = 16, 8, 5
+SMALL_TOKENS, SMALL_STEPS, SMALL_REPETITIONS = 16, 8, 9
 
 
 def training(stack: Stack) -> list[Row]:

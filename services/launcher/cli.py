@@ -250,7 +250,10 @@ def _redis_url(args: argparse.Namespace) -> str:
     if url:
         return url
     if not data.redis_url.exists():
-        raise Unavailable(f"no cluster runs on {data.root} (no {data.redis_url}); use --redis-url")
+        raise Unavailable(
+            f"no cluster runs on {data.root} (no {data.redis_url}); use --redis-url, or on Kubernetes ask "
+            "beside a gateway, as deploy/README.md says"
+        )
     return data.redis_url.read_text()
 
 
