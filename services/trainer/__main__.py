@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def _follow(settings: TrainerConfig, place: Place) -> int:
-    """Ranks other than 0. Signals go to all ranks of a terminal or container; rank 0 answers them."""
+    """Ranks other than 0. Signals go to all ranks; rank 0 answers them."""
     loaded = threading.Event()
 
     def ask(*_: object) -> None:

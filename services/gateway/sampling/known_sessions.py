@@ -1,7 +1,7 @@
 """The sampling sessions whose samples a gateway runs.
 
-Invariant: one that is not there is waited for, as it was when its sample was accepted: a Redis that lost its
-last second gets it again.
+Invariant: one that this gateway does not know and that is not there is waited for, as it was there when its
+sample was accepted: a Redis that lost its last second gets it again.
 """
 
 from __future__ import annotations

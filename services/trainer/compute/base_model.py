@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from services.common.contract.errors import InvalidRequest
 from services.common.process.memory import allocator
-from services.common.weights.rendezvous import tcp_store
+from services.common.weights.rendezvous import meeting_store, tcp_store
 from services.common.worlds.sharding import Sharding
 from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, is_flat, register
 from services.trainer.compute.exchange import COLLECTIVE_TIMEOUT
@@ -60,7 +60,8 @@ def init_distributed(device: str) -> None:
 
     if device == "cuda":
         local_rank, visible = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-        if local_rank >= visible:
+        # Where there is none at all, as while a driver is away, torch's own error is no refusal.
+        if 0 < visible <= local_rank:
             raise InvalidRequest(
                 f"{local_rank + 1} ranks need as many GPUs, and {visible} are visible here: start fewer, or "
                 "name more GPUs in CUDA_VISIBLE_DEVICES"
@@ -84,7 +85,12 @@ def _meet(backend: str) -> None:
     if dist.is_initialized():
         return
     rank, world, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), COLLECTIVE_TIMEOUT
-    store = tcp_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, world, timeout)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        # The agents have met in it.
+        store: dist.Store = dist.PrefixStore("ranks", meeting_store(address, port, False, timeout))
+    else:
+        store = tcp_store(address, port, rank, world, timeout)
     # A group that is bound to its GPU is split without a rendezvous; one rank alone has nobody to split from.
     bound = backend == "nccl" and world > 1
     device = torch.device("cuda", torch.cuda.current_device()) if bound else None

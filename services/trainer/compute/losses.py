@@ -74,7 +74,7 @@ class Loss:
     """A loss function.
 
     Attributes:
-        name: its key in `LOSSES` and `common.loss_schema.LOSS_SCHEMAS`.
+        name: its key in `LOSSES` and `contract.loss_schema.LOSS_SCHEMAS`.
         compute: of outputs, log-probabilities or values, float32 [Q], what `complete` made of each datum, one
             after the other, [Q] on the same device, and the datums: their losses, float64 [D], and their
             parts of the metrics.
@@ -98,7 +98,7 @@ class Loss:
         """All that the function takes of one datum, float32 and flat.
 
         Args:
-            inputs: those of `common.loss_schema`; the target ids are left out.
+            inputs: those of `contract.loss_schema`; the target ids are left out.
             config: the request's settings, which hold at every output; what it lacks has its default.
         """
         made = {name: values.ravel() for name, values in inputs.items() if name != TARGETS}

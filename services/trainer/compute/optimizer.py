@@ -29,8 +29,8 @@ STEP_BLOCK = 2**22
 """Elements of a full model that step at once, whose values before are kept to measure the change."""
 
 HOST_BLOCK = 2**17
-"""Elements that a CPU steps at once: they stay in a core's cache, so that to measure the change takes no
-sweep over memory of its own."""
+"""Elements that each thread of a CPU steps at once: they stay in its core's cache, so that to measure the
+change takes no sweep over memory of its own."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -133,7 +133,7 @@ def step_together(
 
     Args:
         due: of different adapters on one device.
-        buffers: where the scratch comes from, which is as large as what is stepped.
+        buffers: where the scratch comes from, of `scratch_elements` for each.
         ranks: that call it together, each with its own part of the same adapters.
 
     Returns:
@@ -160,7 +160,8 @@ def step_together(
 
 def scratch_elements(flat: Tensor) -> int:
     """Of the scratch that `step_together` takes for each that it steps."""
-    return min(flat.numel(), HOST_BLOCK) if flat.device.type == "cpu" else flat.numel()
+    elements = flat.numel()
+    return min(elements, HOST_BLOCK * torch.get_num_threads()) if flat.device.type == "cpu" else elements
 
 
 def _alike(due: Sequence[Due], numbers: Sequence[int]) -> Iterable[list[int]]:

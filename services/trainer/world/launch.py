@@ -40,7 +40,8 @@ def launch_command(ranks: int, args: list[str]) -> list[str]:
     """Command line of a world of `ranks` processes of `python -m services.trainer ARGS` on this machine, who
     meet on 127.0.0.1 and on no other address.
 
-    Send it SIGTERM to stop: it exits 0 once all ranks have ended; several are killed after 30 s. It exits
+    Send it SIGTERM to stop: it exits 0 once all ranks have ended; several are killed after 30 s. Before there
+    are any it ends of the signal. It exits
     with REFUSED and its sentence when a rank refused its settings, with 2 when ranks do not take their flags,
     and with another status when a rank failed. OMP_NUM_THREADS is set to an equal share of the cores unless
     the environment sets it. Of the GPUs of CUDA_VISIBLE_DEVICES, or of this machine, each rank has one.
@@ -96,6 +97,7 @@ def main() -> NoReturn:
     if found.ranks > 1:
         _become("-m", _NODE, "--ranks", str(found.ranks), "--", *found.args)
     os.environ |= _ALONE
+    os.environ.pop("LOCAL_SIZE", None)
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     # An agent would be a quarter of a gigabyte and some seconds, and one rank has nobody to end with.
     _become("-u", "-m", _TRAINER, *found.args)

@@ -24,6 +24,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from services.common.contract.errors import TinsmithError
 from services.common.process.process import REFUSED, end_with_parent
@@ -41,6 +42,9 @@ _POLL_S = 0.5
 _AGAIN_S = 2.0
 _STOP_S = 30
 """Longer than rank 0 takes to drain."""
+_LAST_WORDS_S = 5.0
+"""In which ranks see by themselves that one has ended, and tell what they know of it."""
+_LOOK_S = 0.1
 
 
 class _Agent(LocalElasticAgent):
@@ -50,11 +54,28 @@ class _Agent(LocalElasticAgent):
         self._meeting = meeting
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Ranks may wait for one that refused its settings before it met them."""
+        """Ranks may wait for one that refused its settings before it met them.
+
+        Where one has died the others are not asked to stop: rank 0, which may wait on its device and not know
+        of it, would take leave in order, and forget what the dead one lacked or was busy with.
+        """
+        if any(self._statuses()):
+            deadline = time.monotonic() + _LAST_WORDS_S
+            while None in self._statuses() and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
+            self._ranks().close(signal.SIGKILL)
         found: RunResult = super()._monitor_workers(worker_group)
         if found.state == WorkerState.HEALTHY and self._meeting.is_over():
             return RunResult(state=WorkerState.FAILED)
         return found
+
+    def _statuses(self) -> list[int | None]:
+        """Of this node's ranks; None of one that has not ended."""
+        return [rank.proc.poll() for rank in self._ranks().subprocess_handlers.values()]
+
+    def _ranks(self) -> SubprocessContext:
+        assert isinstance(self._pcontext, SubprocessContext)
+        return self._pcontext
 
     def _construct_event(self, *_: Any, **__: Any) -> Event:
         """Nobody hears of events, and for torch's name servers would be asked what this machine is called."""
@@ -68,10 +89,12 @@ def main(argv: list[str]) -> int:
     """Runs a node; the exit status."""
     nodes, ranks, args = _parse(argv)
     # As its ranks do.
-    logs.configure(f"node-{nodes.rank}", os.environ.get("TINSMITH_LOG_FORMAT", "text"))
+    logs.configure(f"node-{nodes.rank}", _log_format(args))
     logs.take_over()
     # It warns of each signal that it gives to ranks, also of those that stop them in order.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(each.name for each in _SIGNALS)
     end_with_parent()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     # DeepSpeed's: ranks that are all here exchange by shared memory.
@@ -105,7 +128,8 @@ def _run(nodes: Nodes, ranks: int, args: list[str]) -> int:
         local_world_size=ranks,
         rdzv_handler=meeting,
         entrypoint=sys.executable,
-        args=tuple(rank_arguments(args)),
+        # torch takes what follows a dollar for the name of something it knows.
+        args=tuple(argument.replace("$", "$$") for argument in rank_arguments(args)),
         max_restarts=0,
         monitor_interval=_POLL_S,
         local_addr=nodes.host if nodes.rank == 0 else None,
@@ -123,6 +147,13 @@ def _run(nodes: Nodes, ranks: int, args: list[str]) -> int:
         # The last line of a supervisor's log.
         log.critical("%s", refusal)
     return min(own) if own else REFUSED if refusal and nodes.rank == 0 else _FAILED
+
+
+def _log_format(args: list[str]) -> str:
+    """That of the ranks with these flags."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--log-format", default=os.environ.get("TINSMITH_LOG_FORMAT", "text"))
+    return str(parser.parse_known_args(args)[0].log_format)
 
 
 def _parse(argv: list[str]) -> tuple[Nodes, int, list[str]]:

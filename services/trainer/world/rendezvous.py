@@ -60,6 +60,11 @@ class Rendezvous(RendezvousHandler):
     def get_backend(self) -> str:
         return "tinsmith"
 
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks meet in the head's store too: a port of their own might be taken before rank 0 has it."""
+        return True
+
     def next_rendezvous(self) -> RendezvousInfo:
         """Meets the other nodes; the ranks that are started from here on tell the head what they refuse.
 
@@ -83,8 +88,8 @@ class Rendezvous(RendezvousHandler):
             log.info("node %d of %d met the others at %s:%d", nodes.rank, nodes.count, nodes.host, nodes.port)
         if nodes.rank != 0:
             threading.Thread(target=self._hear_the_head, name="what the head says", daemon=True).start()
-        met = RendezvousStoreInfo.build(nodes.rank, store, nodes.host)
-        return RendezvousInfo(store, nodes.rank, nodes.count, met)
+        where = RendezvousStoreInfo.build(nodes.rank, store, nodes.host, server_port=store.port)
+        return RendezvousInfo(store, nodes.rank, nodes.count, where)
 
     def _joined(self, deadline: float) -> dist.TCPStore:
         nodes = self._nodes

@@ -139,7 +139,7 @@ def add_products(total: Tensor, x: Tensor, matrices: Tensor, groups: Groups, sca
         add_product(total, x, matrices[0], scale)
     elif total.dtype == x.dtype and _is_batched(groups, x, matrices):
         _by_group(total, groups).baddbmm_(_by_group(x, groups), matrices, alpha=scale)
-    elif _is_loop(x, matrices):
+    elif not groups.each and _is_loop(x, matrices):
         # To add what another loop has made would be another sweep over all rows.
         for part, rows, matrix in zip(total.split(groups.rows), x.split(groups.rows), matrices, strict=True):
             add_product(part, rows, matrix, scale)
@@ -157,7 +157,7 @@ def add_outer(
     elif total.dim() == 3 and total.dtype == left.dtype and _is_batched(groups, left, right):
         lefts, rights = _by_group(left, groups).transpose(1, 2), _by_group(right, groups)
         total.baddbmm_(lefts, rights, beta=0 if fresh else 1, alpha=scale)
-    elif total.dim() == 3 and _is_loop(left, right):
+    elif not groups.each and total.dim() == 3 and _is_loop(left, right):
         for matrix, part, other in zip(total, left.split(groups.rows), right.split(groups.rows), strict=True):
             add_product(matrix, part.T, other, scale, fresh)
     else:

@@ -66,7 +66,7 @@ def scenario(engine: Engine) -> Report:
     config.BUCKET = memory.BUCKET = 1 << 12
     optimizer.STEP_BLOCK = memory.STEP_BLOCK = 1 << 14
     # Beside what is small on a device, a CPU has scratch of 256 KiB for norms.
-    memory._SMALL = (1 << 18) + (1 << 17)
+    memory._SMALL = (1 << 18) + (1 << 16) + (1 << 12)
     for kind in KINDS:
         measure(engine, player, report, *kind)
     return report

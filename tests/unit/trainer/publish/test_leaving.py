@@ -18,7 +18,7 @@ class Ending(WeightGroup):
     """A group whose end is what a test makes of it."""
 
     def __init__(self, error: Exception | None = None) -> None:
-        super().__init__(epoch=1, rank=0, world_size=2)
+        super().__init__(epoch=1, rank=0)
         self.may_end = threading.Event()
         self.begun = threading.Event()
         self._error = error

@@ -36,7 +36,7 @@ def test_the_head_is_the_first_whoever_comes_first_and_listens_on_its_address_al
     places = [each.bootstrap_store_info for each in met]
     ((address, master_port),) = {(each.master_addr, each.master_port) for each in places if each is not None}
     assert None not in places
-    assert address == HOST and master_port != port
+    assert (address, master_port) == (HOST, port)
     listening = [
         found.laddr.ip
         for found in psutil.Process().net_connections("inet")
