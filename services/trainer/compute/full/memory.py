@@ -53,7 +53,8 @@ def step_pieces(config: FullModelConfig, sizes: Sizes) -> list[int]:
     tensor of masters after the other. Stage 1 reduces them first, into a copy of what a rank has a part of.
     An offloaded optimizer has them on the host, and under stage 1 and 2 they come back to the device whole.
     The norm of each weight's gradient is taken of a float64 copy: mostly before any is made flat, and under
-    stage 3 of what was brought from the host. What the optimizer measures its steps by is a block.
+    stage 3 of what was brought from the host. What the optimizer measures its steps by is a block. A
+    thread of gloo's may let go of what it has reduced a moment after all else goes on.
     """
     flat = max(sizes.parts)
     block = min(flat, STEP_BLOCK)
@@ -64,6 +65,8 @@ def step_pieces(config: FullModelConfig, sizes: Sizes) -> list[int]:
         pieces = [norm]
     elif config.stage == 1 or config.offload:
         pieces = [sizes.touched, max(flat, norm, _reduced(sizes))]
+        if config.device == "cpu":
+            pieces.append(_reduced(sizes))
     else:
         pieces = [flat, norm]
     return [*(_FLOAT * elements for elements in (*pieces, block)), _SMALL]
