@@ -1,6 +1,7 @@
 """Runs measurements against one fresh cluster: `python -m bench [--name NAME] [--only MEASUREMENT ...]`.
 
-Prints a table with the targets, and writes bench/results/NAME.json unless --only chose some. Exit code 1 when
+Prints a table with the targets, and unless --only chose some writes bench/results/NAME.json and the tables
+that documents make of checked-in results (bench/measured.py). Exit code 1 when
 a row that holds on any machine (exactness) misses its target.
 
 `python -m bench gpu` is another program, for a machine with a GPU: bench/gpu/program.py.
@@ -28,7 +29,7 @@ from pathlib import Path
 import tinker
 import transformers
 
-from bench import machine
+from bench import machine, measured
 from bench.counted import loss_memory, structure
 from bench.requests import cost, latency, waiting
 from bench.rows import Row
@@ -192,6 +193,7 @@ def save(name: str, rows: list[Row], seconds: float) -> Path:
         ],
     }
     path.write_text(json.dumps(report, indent=2) + "\n")
+    measured.write()
     return path
 
 

@@ -7,17 +7,15 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from bench import measured
 from services.launcher import cli
 from services.launcher.settings import options
 
 ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text()
-RESULTS = json.loads((ROOT / "bench" / "results" / "cpu-2-cores.json").read_text())
-GPU_RESULTS = json.loads((ROOT / "bench" / "results" / "gpu-nvidia-h200.json").read_text())
 MACHINE = options.Machine(cores=tuple(range(64)), gpus=tuple("01234567"), cuda_build=True, addresses={})
 
 
@@ -25,54 +23,26 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
-def numbers(results: dict[str, Any]) -> str:
-    """The results of a benchmark, as the README shows them."""
-    machine, model = results["machine"], results["model"]
-    lines = [
-        f"On {machine['cores']} cores of an {machine['cpu']} with {machine['memory_gib']:.0f} GiB, without "
-        f"GPU, a {model['family'].partition(',')[0]} of",
-        f"{model['parameters_millions']}M parameters in {model['dtype']}, {results['measured'][:10]}:",
-        "",
-        "| | measured | target | |",
-        "|---|---|---|---|",
-    ]
-    for row in results["rows"]:
-        bound, sign = (row["at_most"], "≤") if row["at_most"] is not None else (row["at_least"], "≥")
-        met = "" if row["holds"] else "missed"
-        unit = row["unit"].replace("|", "\\|")
-        value = f"{row['value']:,.0f}" if row["value"] >= 999.5 else f"{row['value']:.3g}"
-        lines.append(f"| {row['name']} | {value} {unit} | {sign} {bound:g} | {met} |")
-    return "\n".join(lines)
+@pytest.mark.parametrize("name", measured.DOCUMENTS)
+def test_the_numbers_are_those_that_were_measured(name: str) -> None:
+    document = (ROOT / name).read_text()
+    assert document.count("<!-- measured: ") == document.count("<!-- end -->") > 1
+    assert measured.filled(document) == document
 
 
-def gpu_numbers(results: dict[str, Any]) -> str:
-    """What a GPU did with the larger model, as the README shows it."""
-    model = results["model"]
-    lines = [
-        f"On one {results['device']}, {results['measured'][:10]}, forward and backward of Qwen3-8B, "
-        f"{model['family'].partition(', ')[2]}, in {model['dtype']}:",
-        "",
-        "| tokens | adapters of rank 32 | tokens/s | PEFT, one adapter | | MFU | peak GiB | PEFT's |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in results["rows"]:
-        found = re.match(r"training Qwen3-8B, (\d+) tokens, (\d+) adapters", row["name"])
-        if found is None:
-            continue
-        figures = row["details"]
-        ours, theirs = figures["ours_tokens_per_s"], figures["peft_tokens_per_s"]
-        memory = f"{figures['ours_peak_gib']:.0f} | {figures['peft_peak_gib']:.0f}"
-        lines.append(
-            f"| {int(found[1]):,} | {found[2]} | {ours:,.0f} | {theirs:,.0f} | {row['value']:.2f} x "
-            f"| {figures['ours_mfu']:.0%} | {memory} |"
-        )
-    return "\n".join(lines)
-
-
-def test_the_numbers_are_those_that_were_measured() -> None:
-    assert numbers(RESULTS) in README
-    assert gpu_numbers(GPU_RESULTS) in README
-    assert f"{GPU_RESULTS['seconds']} s; [all of it](bench/results/gpu-nvidia-h200.json)" in README
+def test_a_run_with_other_results_changes_what_documents_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in measured.RESULTS.glob("*.json"):
+        results = json.loads(path.read_text())
+        results["rows"][0]["value"] *= 3
+        results["measured"] = "2031-01-01"
+        (tmp_path / path.name).write_text(json.dumps(results))
+    before = {name: (ROOT / name).read_text() for name in measured.DOCUMENTS}
+    monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    for name, document in before.items():
+        tables = document.count("<!-- measured: ")
+        assert measured.filled(document).count("2031-01-01") == tables, name
 
 
 def test_the_quickstart_in_the_readme_is_the_one_that_runs() -> None:
