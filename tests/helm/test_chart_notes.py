@@ -147,6 +147,22 @@ def test_what_may_not_fit_is_warned_of(tmp_path: Path, values: Values, says: str
 
 
 @pytest.mark.parametrize(
+    ("own", "bare"),
+    [
+        ([], "tinsmith-gateway, tinsmith-trainer, tinsmith-sampler, tinsmith-client"),
+        (["test"], "tinsmith-gateway, tinsmith-trainer, tinsmith-sampler"),
+        (["gateway", "trainer", "sampler"], "tinsmith-client"),
+    ],
+    ids=str,
+)
+def test_every_image_that_nodes_must_have_is_named(tmp_path: Path, own: list[str], bare: str) -> None:
+    values: Values = {"image": {"registry": ""}}
+    for part in own:
+        values[part] = {"image": {"repository": "r.example/mine"}}
+    assert f"images have no registry: {bare} must be loaded onto the nodes" in warnings(tmp_path, values)
+
+
+@pytest.mark.parametrize(
     "values",
     [
         {},

@@ -4,8 +4,9 @@
 networkPolicy.egress must have a rule for your Redis: the default ones allow DNS, the release's own pods and port 443
 {{- end }}
 {{- $bare := list }}
-{{- range $component := list "gateway" "trainer" "sampler" }}
-{{- if not (or $.Values.image.registry (index $.Values $component).image.repository) }}{{ $bare = append $bare (printf "tinsmith-%s" $component) }}{{ end }}
+{{- range $component := list "gateway" "trainer" "sampler" "client" }}
+{{- $settings := index $.Values (eq $component "client" | ternary "test" $component) }}
+{{- if not (or $.Values.image.registry $settings.image.repository) }}{{ $bare = append $bare (printf "tinsmith-%s" $component) }}{{ end }}
 {{- end }}
 {{- with $bare }}
 images have no registry: {{ join ", " . }} must be loaded onto the nodes (kind load docker-image, minikube image load), or set image.registry
