@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 
-from tests.helm.rendered import CHART, arguments, container, render, workloads
+from tests.helm.rendered import CHART, arguments, container, pod, render, workloads
 
 
 def environment(workload: dict) -> dict[str, str]:
@@ -37,6 +37,15 @@ def test_logs_are_objects_and_what_else_is_set(
         # A trainer's launcher has words of its own before the ranks'.
         settings = config.parse(words[words.index("--") + 1 :] if "--" in words else words)
         assert (settings.log_format, settings.access_log) == (form, access), component
+
+
+def test_why_a_container_failed_is_told_where_kubernetes_tells_that_it_did() -> None:
+    objects = render({"models": [{"name": "org/a", "path": "org/a", "revision": "0" * 40}]})
+    for component in ("gateway", "trainer", "sampler"):
+        (workload,) = workloads(objects, component)
+        for each in [*pod(workload).get("initContainers", []), container(workload)]:
+            # The last line of a process says what it has against its settings.
+            assert each.get("terminationMessagePolicy") == "FallbackToLogsOnError", each["name"]
 
 
 def test_dashboards_and_alerts_are_those_of_the_files_when_they_are_asked_for() -> None:

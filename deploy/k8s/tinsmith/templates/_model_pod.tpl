@@ -226,6 +226,7 @@ exec:
 - name: download
   image: {{ include "tinsmith.image" . }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  terminationMessagePolicy: FallbackToLogsOnError
   command: [tini, --, python, -c]
   args:
     - |
