@@ -314,6 +314,9 @@ def _mistakes(config: GatewayConfig) -> list[str]:
             f"--max-message-bytes must be at most {memory.largest_message} with a --memory-mib of "
             f"{config.memory_mib}"
         )
+    if config.limits.owners.calls > config.connections.connections:
+        # Each long poll over HTTP has a connection of its own.
+        found.append("--max-http-connections must be at least --max-calls, or one API key could hold all")
     if config.retention.end_after < config.retention.park_after:
         found.append("--session-end-after must be at least --session-park-after")
     return found

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from services.common.contract.errors import LimitReached
 from services.common.process.flags import rows_of
 from services.common.state.room import RoomLimits
+from services.gateway.access.gate import Gate
 from services.gateway.access.limits import Limits, OwnerLimits
 from services.gateway.config import FLAGS, GatewayConfig, parse, stated
 from services.gateway.dispatch.plan import Window
@@ -38,6 +41,17 @@ def test_without_flags_every_setting_has_its_default() -> None:
     assert str(config.api_keys_file) == "data/api_key"
 
 
+def test_a_key_that_holds_all_the_calls_it_may_leaves_connections_to_others() -> None:
+    config = parse([], ENVIRONMENT)
+    gate = Gate(config.limits.owners, clock=lambda: 0.0)
+    held = 0
+    with ExitStack() as calls, pytest.raises(LimitReached, match="--max-calls"):
+        while held < 2 * config.connections.connections:
+            calls.enter_context(gate.call("ann"))
+            held += 1
+    assert held <= config.connections.connections // 2
+
+
 def test_limits_of_a_key_a_request_and_what_is_sent_on_are_flags() -> None:
     flags = ["--max-models", "3", "--max-datums", "7", "--window-operations", "2", "--memory-mib", "600"]
     config = parse(flags, ENVIRONMENT)
@@ -58,6 +72,7 @@ def test_limits_of_a_key_a_request_and_what_is_sent_on_are_flags() -> None:
         (["--base-models", "[1]"], "--base-models: "),
         (["--checkpoint-store", "s3://key:secret@bucket/x"], "--checkpoint-store: "),
         (["--max-message-bytes", "100000000", "--memory-mib", "512"], "--max-message-bytes must be at most"),
+        (["--max-calls", "9000"], "--max-http-connections must be at least --max-calls"),
         (["--session-end-after", "5"], "--session-end-after must be at least --session-park-after"),
         (["--nonsense"], "'--nonsense' is no flag"),
     ],
