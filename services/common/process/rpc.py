@@ -219,8 +219,9 @@ async def _abort(context: grpc.aio.ServicerContext, error: errors.TinsmithError)
     except grpc.aio.AbortError:
         raise
     except (TimeoutError, grpc.aio.BaseError) as unsent:
-        # Its client reads nothing, and is told when it does, or it has gone.
-        raise grpc.aio.AbortError from unsent
+        # Its client reads nothing, and is told when it does, or it has gone. Of any other exception, an
+        # AbortError of ours too, gRPC logs a traceback: for each call, as anybody may make it without a key.
+        raise asyncio.CancelledError from unsent
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.TinsmithError:

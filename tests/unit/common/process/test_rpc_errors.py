@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import AsyncIterator
 
 import grpc
@@ -29,6 +31,22 @@ class Raising(sampler_pb2_grpc.SamplerServiceServicer):
     ) -> sampler_pb2.GetSamplerStatusResponse:
         await asyncio.sleep(0)
         raise self.error
+
+
+class Deserted(sampler_pb2_grpc.SamplerServiceServicer):
+    """Refuses a status call whose client has gone by then."""
+
+    def __init__(self) -> None:
+        self.call: grpc.aio.Call | None = None
+
+    async def GetSamplerStatus(
+        self, request: object, context: object
+    ) -> sampler_pb2.GetSamplerStatusResponse:
+        assert self.call is not None
+        self.call.cancel()
+        # Nobody here is told of it before it is refused.
+        time.sleep(0.3)  # noqa: ASYNC251
+        raise errors.InvalidRequest("no")
 
 
 @pytest_asyncio.fixture
@@ -122,3 +140,18 @@ def test_an_error_survives_protobuf() -> None:
         "shorten the prompt",
     )
     assert errors.from_pb(errors.to_pb(RuntimeError("x"))).category == "server"
+
+
+async def test_the_log_does_not_tell_of_a_client_that_has_gone_when_it_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    servicer = Deserted()
+    add = sampler_pb2_grpc.add_SamplerServiceServicer_to_server
+    running = await rpc.serve([(add, servicer, NAME)], "127.0.0.1:0")
+    async with rpc.channel(f"127.0.0.1:{running.port}") as channel:
+        stub = sampler_pb2_grpc.SamplerServiceStub(channel)
+        servicer.call = stub.GetSamplerStatus(sampler_pb2.GetSamplerStatusRequest(), timeout=60)
+        with pytest.raises(asyncio.CancelledError):
+            await servicer.call
+    await running.drain(1)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 import grpc
@@ -63,6 +64,25 @@ async def test_a_stream_whose_client_stops_reading_ends_and_says_why_when_it_rea
     assert told < PIECES
     assert failed.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert "nothing of the stream was read for 0.5 s" in (failed.value.details() or "")
+
+
+async def test_the_log_does_not_tell_of_a_client_that_reads_its_error_late(
+    results: Results,
+    stub: service_pb2_grpc.TinsmithServiceStub,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(rpc, "_TOLD_S", 0.1)
+    stream = stub.ReadResults(results_pb2.ReadResultsRequest(), timeout=120)
+    await stream.read()
+    async with asyncio.timeout(60):
+        await results.ended.wait()
+    await asyncio.sleep(0.5)
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        while await stream.read() is not grpc.aio.EOF:
+            pass
+    assert failed.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 async def test_a_stream_that_is_read_slowly_is_told_to_its_end(
