@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from services.common.state.journal import Journal
 from services.gateway.dispatch.leases import Lease
-from services.gateway.dispatch.plan import Gap
+from services.gateway.dispatch.plan import DispatchSettings, Gap, gap_reason
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,8 @@ class GapWatch:
     """The gap that holds up one model, if any.
 
     Args:
-        timeout: seconds after which a gap counts as permanent.
+        pause: says why the model's operations wait.
+        settings: say after how long a gap counts as permanent, and is spoken of.
     """
 
     def __init__(
@@ -30,12 +31,14 @@ class GapWatch:
         lease: Lease,
         journal: Journal,
         session_finished: Callable[[str], Awaitable[bool]],
-        timeout: float,
+        pause: Callable[[str], Awaitable[None]],
+        settings: DispatchSettings,
     ) -> None:
         self._lease = lease
         self._journal = journal
         self._session_finished = session_finished
-        self._timeout = timeout
+        self._pause = pause
+        self._timeout, self._patience = settings.gap_timeout, settings.gap_patience
         self._known: tuple[int, float] | None = None
 
     def closed(self) -> None:
@@ -49,6 +52,8 @@ class GapWatch:
             self._lease.lose()
             return 0.0
         if left > 0 and not await self._session_finished(self._lease.model_id):
+            if self._timeout - left >= self._patience:
+                await self._pause(gap_reason(gap, self._timeout))
             return min(_CHECK_S, left)
         log.warning(
             "operations %d to %d of %s never came; going on", gap.first, gap.last, self._lease.model_id

@@ -86,7 +86,7 @@ class ModelRunner:
         self._attempt, self._not_before = 0, 0.0
         self._put_off = -1
         """The operation that the trainer tries again after pauses; nothing after it is sent meanwhile."""
-        self._gap = GapWatch(lease, journal, session_finished, settings.gap_timeout)
+        self._gap = GapWatch(lease, journal, session_finished, self._pause, settings)
         self._recovery = Recovery(lease, journal, publisher, session_finished)
         self._idle_since: float | None = None
 

@@ -79,6 +79,7 @@ class DispatchSettings:
         execute_timeout: deadline of one Execute call; the same call is made again after it.
         restore_timeout: deadline of one Restore call.
         gap_timeout: how long later operations wait for a missing seq_id.
+        gap_patience: how long they do before clients are told. Requests sent at once overtake each other.
         idle_release: how long a lease is kept without work.
         trainer_poll: longest wait before looking for a missing trainer again.
         trainer_patience: how long a model's trainer is waited for when another one is there. Longer than most
@@ -89,6 +90,7 @@ class DispatchSettings:
     execute_timeout: float = 600.0
     restore_timeout: float = 120.0
     gap_timeout: float = 600.0
+    gap_patience: float = 5.0
     idle_release: float = 30.0
     trainer_poll: float = 5.0
     trainer_patience: float = 120.0
@@ -350,6 +352,15 @@ def missing_reason(base_model: str, seen: bool) -> str:
     if seen:
         return f"the trainer for {base_model} is restarting; the request will go on when it is back"
     return f"no trainer for {base_model} is running; the request will run when one is"
+
+
+def gap_reason(gap: Gap, most: float) -> str:
+    """Why a model's operations wait for some that did not come. `most`: seconds that they do."""
+    one = gap.first == gap.last
+    missing = f"seq_id {gap.first}" if one else f"seq_ids {gap.first} to {gap.last}"
+    return (
+        f"{missing} did not arrive; what comes after {'it' if one else 'them'} waits for {most:.0f} s at most"
+    )
 
 
 def not_back_reason(error: TinsmithError, missing: str) -> str:
