@@ -37,6 +37,9 @@ def check_sample(request: sampling_pb2.SampleRequest, model: BaseModel, limits: 
     if abs(request.priority) > MAX_PRIORITY:
         message = f"priority must be -{MAX_PRIORITY} to {MAX_PRIORITY}, not {request.priority}"
         raise InvalidRequest(message, field="priority")
+    for name in ("prompt", "params"):
+        if not request.HasField(name):
+            raise InvalidRequest(f"{name} is not set; a sample needs one", field=name)
     _check_prompt(request.prompt, model)
     _check_sampling_params(request.params, model, limits)
     prompt_length = request.prompt.shape[0]
@@ -107,9 +110,12 @@ def check_logprobs_of(request: sampling_pb2.SampleRequest) -> bool:
 
 
 def _check_prompt(prompt: types_pb2.Tensor, model: BaseModel) -> None:
-    tensor = tensors.from_pb(prompt, "prompt")
-    if tensor.dtype != "int32" or len(tensor.shape) != 1:
+    if prompt.dtype != types_pb2.DATA_TYPE_INT32 or len(prompt.shape) != 1:
         raise InvalidRequest("prompt must be an int32 tensor of shape [N]", field="prompt")
+    try:
+        tensor = tensors.from_pb(prompt, "prompt")
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message, error.code, field="prompt") from None
     if tensor.numel == 0:
         raise InvalidRequest("prompt is empty; send at least one token", field="prompt")
     if tensor.numel >= model.context_length:

@@ -63,6 +63,24 @@ def test_a_good_sample_passes(request_: sampling_pb2.SampleRequest) -> None:
     validate.check_sample(request_, MODEL, LIMITS)
 
 
+@pytest.mark.parametrize("field", ["prompt", "params"])
+def test_what_was_left_out_is_named_and_not_something_in_it(field: str) -> None:
+    request = sample()
+    request.ClearField(field)
+    with pytest.raises(InvalidRequest, match=f"^{field} is not set; ") as caught:
+        validate.check_sample(request, MODEL, LIMITS)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("wrong", [{"dtype": 0}, {"shape": []}, {"shape": [1]}, {"data": b"odd"}])
+def test_a_prompt_that_is_no_tensor_of_tokens_is_the_field_at_fault(wrong: dict) -> None:
+    whole = tensor([1, 2], "<i4")
+    fields = {"dtype": whole.dtype, "shape": whole.shape, "data": whole.data} | wrong
+    with pytest.raises(InvalidRequest, match=r"^prompt") as caught:
+        validate.check_sample(sample(prompt=types_pb2.Tensor(**fields)), MODEL, LIMITS)
+    assert caught.value.field == "prompt"
+
+
 def test_a_constraint_that_says_nothing_is_refused() -> None:
     empty, regex = sample(), sample()
     empty.params.constraint.SetInParent()
