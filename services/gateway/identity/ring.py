@@ -146,6 +146,10 @@ class KeyRing:
         record = self._of_file(key) or self._stored(key)
         if record is None:
             self._check_file_is_known()
+            if " " in key:
+                raise Unauthenticated(
+                    "the API key has a space in it: of a line in a file of keys the key is the first word"
+                )
             raise Unauthenticated("the API key is not one of this cluster's: ask its operator for a key")
         if _ended(record):
             raise Unauthenticated("the API key has expired: ask the operator of this cluster for a new one")

@@ -71,6 +71,13 @@ async def soon(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
+async def test_who_sends_the_whole_line_of_a_file_of_keys_is_told_what_of_it_is_the_key(
+    ring: KeyRing,
+) -> None:
+    with pytest.raises(Unauthenticated, match="first word"):
+        ring.caller_of("tml-one alice role=admin")
+
+
 async def test_a_key_of_redis_is_known_by_what_it_may_until_it_is_revoked(
     ring: KeyRing, store: KeyStore
 ) -> None:
