@@ -115,6 +115,18 @@ func (s *service) result(request string) (*pb.OperationResult, error) {
 			}
 			return found, nil
 		}
+		s.sayWhy(request)
+	}
+}
+
+// sayWhy prints why the work does not go on at present, if it does not.
+func (s *service) sayWhy(request string) {
+	ctx, cancel := s.context(10)
+	defer cancel()
+	now := 0.0
+	answer, err := s.GetResult(ctx, &pb.GetResultRequest{RequestId: request, TimeoutSeconds: &now})
+	if err == nil && answer.WaitingFor != "" {
+		fmt.Println(answer.WaitingFor)
 	}
 }
 
