@@ -9,6 +9,7 @@ that line.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,13 +18,14 @@ SAY_AGAIN_S = 600.0
 """A name that has not failed for so long begins another streak."""
 _MOST_NAMES = 4096
 _MOST_KINDS = 8
+_NUMBERED = re.compile(r"\S*\d\S*")
 
 
 @dataclass
 class _Streak:
     last: float
     failures: int = 0
-    kinds: set[str] = field(default_factory=set)
+    kinds: set[int] = field(default_factory=set)
 
 
 class Repeats:
@@ -52,12 +54,13 @@ class Repeats:
             foreseen: else it is an error of the program, and where it failed is said, too.
         """
         now = self._clock()
-        streak, kind, words = self._known(name, now), _kind(why), str(why) or repr(why)
+        streak, words = self._known(name, now), str(why) or repr(why)
         if streak is None:
             self._count(name, words, now)
             return
         streak.failures += 1
         streak.last = now
+        kind = _kind(why, words)
         if kind in streak.kinds or len(streak.kinds) >= _MOST_KINDS:
             self._count(name, words, now)
             return
@@ -97,8 +100,7 @@ class Repeats:
             self._unsaid = 0
 
 
-def _kind(why: Exception | str) -> str:
-    """By what failures are told apart, where their words have numbers."""
-    if isinstance(why, str):
-        return ""
-    return f"{type(why).__name__} {getattr(why, 'code', '')} {getattr(why, 'errno', '')}"
+def _kind(why: Exception | str, words: str) -> int:
+    """By what failures are told apart: all but the words that have numbers, as of bytes, ids and tries."""
+    told = (type(why).__name__, getattr(why, "code", ""), getattr(why, "errno", ""))
+    return hash((told, _NUMBERED.sub("", words)))

@@ -104,11 +104,17 @@ def test_another_reason_is_said_too_and_once_whatever_its_numbers(
     writes, caplog = said
     for number in range(3):
         writes.failed("a", ConnectionError(f"{number} tries"))
+        writes.failed("a", Overloaded(f"{number} GPUs are away", "adapters_in_use"))
+        writes.failed("a", f"volume 7c{number}f is full")
+        writes.failed("a", "a volume is away")
         writes.failed("a", Overloaded(f"{number} MiB in use", "adapters_in_use"))
         writes.failed("a", OSError(28, "No space left on device"))
         writes.failed("a", OSError(30, "Read-only file system"))
     assert caplog.messages == [
         "not written: a: 0 tries",
+        "not written: a: 0 GPUs are away",
+        "not written: a: volume 7c0f is full",
+        "not written: a: a volume is away",
         "not written: a: 0 MiB in use",
         "not written: a: [Errno 28] No space left on device",
         "not written: a: [Errno 30] Read-only file system",
