@@ -18,7 +18,8 @@ def announced(client: redis.Redis, kind: str) -> list[ServiceRecord]:
     since = (now[0] + now[1] / 1e6 - TTL_S) * 1000
     ids: Any = client.zrangebyscore(keys.services_seen(kind), since, "+inf")
     found: Any = client.hmget(keys.services(kind), ids) if ids else []
-    return [msgspec.json.decode(raw, type=ServiceRecord) for raw in found if raw is not None]
+    records = [msgspec.json.decode(raw, type=ServiceRecord) for raw in found if raw is not None]
+    return [record for record in records if record.state != "stopped"]
 
 
 def find(client: redis.Redis, kind: str, name: str) -> ServiceRecord | None:

@@ -107,7 +107,7 @@ async def run(config: GatewayConfig) -> None:
         address = rpc.address(config.host, rpc_server.port)
         record = ServiceRecord(kind="gateway", id=config.id, address=address, limits=stated(config))
         announcer = Announcer(client, record, gateway.load)
-        cleanup.push_async_callback(announcer.stop)
+        cleanup.push_async_exit(lambda kind, *_: announcer.stop(in_order=kind is None))
         await announcer.start()
         log.info("serving HTTP on %s:%d and gRPC on port %d", config.host, http.port, rpc_server.port)
         await _until_signal(stopping, serving)

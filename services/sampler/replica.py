@@ -135,7 +135,7 @@ async def _serve(config: SamplerConfig, engine: Engine, client: redis.asyncio.Re
         if died.done() or stuck.done() or unsound.done():
             why = "the engine's weights are not sound" if unsound.done() else "the engine ended"
             log.error("%s; this process ends too, to be started again", why)
-            await announcer.stop()
+            await announcer.stop(in_order=False)
             if unsound.done():
                 # Who asked for what ended it is told so, and sends no other replica after it.
                 await server.drain(_REPLIES_S)

@@ -192,7 +192,7 @@ class _Server:
         if failed is not None:
             log.critical("the trainer world failed", exc_info=failed.exception())
         with suppress(Exception):
-            await announcer.stop()
+            await announcer.stop(in_order=failed is None)
         self._parts.executor.stop()
         if failed is None:
             await self._drain(executing)

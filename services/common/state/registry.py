@@ -1,10 +1,11 @@
 """Which services are alive: each announces itself in Redis again and again.
 
 Invariants: a service that stopped announcing itself is in no answer after TTL_S seconds, and leaves Redis
-when another one of its kind announces itself. What a trainer or sampler says of its base model stays known. A
-record that another version of this program wrote is passed over, and counted. Whom an operator drained is
-seen as draining by all, whatever it says of itself, until the operator takes that back, or it was silent for
-DRAINED_S.
+when another one of its kind announces itself. One that ends in order says so with its last word, which others
+hear for TTL_S seconds, and is in no answer from then on. What a trainer or sampler says of its base model
+stays known. A record that another version of this program wrote is passed over, and counted. Whom an operator
+drained is seen as draining by all, whatever it says of itself, until the operator takes that back, or it was
+silent for DRAINED_S.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ TTL_S = 10.0
 REFRESH_S = 3.0
 DRAINED_S = 30 * 24 * 3600
 _MOST_DRAINED = 1000
+_STOPPED = "stopped"
 
 
 class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +49,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
         id: name of the process, stable over restarts ("sampler-0").
         incarnation: differs after every start.
         address: host:port of its gRPC server.
-        state: "ready" or "draining".
+        state: "ready" or "draining"; "stopped" as the last word of one that ended in order.
         base_model: name SDK users pass; empty for gateways, as are all below.
         model_path: directory or hub id the weights and tokenizer come from.
         arch: model architecture ("Qwen3ForCausalLM").
@@ -140,12 +142,14 @@ class View:
         services: the live services of each kind that was asked for, by id.
         base_models: every base model that is known, also retired ones, by name.
         drained: (kind, id) of those that an operator took out of service, alive or not.
+        stopped: (kind, id) of those that ended in order a moment ago.
         undecodable: records that another version wrote.
     """
 
     services: Mapping[str, Sequence[ServiceRecord]]
     base_models: Mapping[str, KnownModel]
     drained: frozenset[tuple[str, str]] = frozenset()
+    stopped: frozenset[tuple[str, str]] = frozenset()
     undecodable: int = 0
 
 
@@ -190,12 +194,15 @@ class Registry:
         drained = frozenset(_place(field.decode()) for field in out)
         base_models, undecodable = known_models.parse(dict(zip(flat[::2], flat[1::2], strict=True)))
         services: dict[str, list[ServiceRecord]] = {}
+        stopped: set[tuple[str, str]] = set()
         for kind, found in zip(kinds, raw, strict=True):
             decoded = [_decode(one) for one in found]
-            records = [_as_told(record, drained) for record in decoded if record is not None]
-            services[kind] = sorted(records, key=lambda record: record.id)
+            records = [record for record in decoded if record is not None]
+            alive = [_as_told(record, drained) for record in records if record.state != _STOPPED]
+            services[kind] = sorted(alive, key=lambda record: record.id)
+            stopped |= {(kind, record.id) for record in records if record.state == _STOPPED}
             undecodable += len(decoded) - len(records)
-        return View(services, base_models, drained, undecodable)
+        return View(services, base_models, drained, frozenset(stopped), undecodable)
 
     async def drain(self, kind: str, service_id: str) -> None:
         """Has a service be seen as draining until `undrain`, also when it starts anew, unless that is after
@@ -267,10 +274,17 @@ class Announcer:
         self.record = record
         await self._registry.announce(record)
 
-    async def stop(self) -> None:
-        """Takes the record away."""
+    async def stop(self, in_order: bool = True) -> None:
+        """Has the service be alive no more.
+
+        Args:
+            in_order: it was asked to; else others warn of it as of one that vanished.
+        """
         await cancel_all([self._task])
-        await self._registry.withdraw(self.record.kind, self.record.id)
+        if in_order:
+            await self._registry.announce(msgspec.structs.replace(self.record, state=_STOPPED))
+        else:
+            await self._registry.withdraw(self.record.kind, self.record.id)
 
     async def _keep_announcing(self) -> None:
         while True:

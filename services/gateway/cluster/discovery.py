@@ -60,9 +60,11 @@ def _tell_changes(before: View, now: View) -> None:
         earlier = {record.id: record for record in before.services.get(kind, ())}
         later = {record.id for record in now.services[kind]}
         for name in earlier.keys() - later:
-            level = logging.INFO if earlier[name].state == "draining" else logging.WARNING
-            why = "it was stopped, ended, hangs, or does not reach Redis"
-            log.log(level, "%s %s is not announced any more: %s", kind, name, why)
+            if (kind, name) in now.stopped:
+                log.info("%s %s was stopped in order", kind, name)
+            else:
+                why = "it ended, hangs, or does not reach Redis"
+                log.warning("%s %s is not announced any more: %s", kind, name, why)
         for name in later - earlier.keys():
             log.info("%s %s is announced", kind, name)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 import redis.asyncio
 
 from services.common.contract.errors import InvalidRequest
-from services.common.state import keys, known_models, versions
+from services.common.process.tasks import cancel_all
+from services.common.state import keys, known_models, registry, versions
 from services.common.state.poison import Poison
 from services.common.state.registry import Announcer, Registry, ServiceRecord
 from services.common.state.versions import Range
@@ -80,26 +80,36 @@ async def test_a_channel_is_for_one_incarnation(redis_client: redis.asyncio.Redi
     await discovery.stop()
 
 
-async def test_a_service_that_is_not_announced_any_more_is_told_of_unless_it_ended_in_order(
-    redis_client: redis.asyncio.Redis, caplog: pytest.LogCaptureFixture
+async def test_who_stops_in_order_is_no_warning_and_who_is_gone_without_a_word_is_one(
+    redis_client: redis.asyncio.Redis, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO")
     discovery = Discovery(redis_client, Poison(redis_client))
-    hangs, ends = (ServiceRecord(kind="trainer", id=name, address="h:1") for name in ("hangs", "ends"))
-    announcers = [Announcer(redis_client, record) for record in (hangs, ends)]
-    for announcer in announcers:
-        await announcer.start()
+    services = {
+        name: Announcer(redis_client, ServiceRecord(kind="trainer", id=name, address="h:1"))
+        for name in ("hangs", "fails", "stops")
+    }
+    for service in services.values():
+        await service.start()
     for _ in range(3):
         await discovery.refresh()
-    assert sorted(caplog.messages) == ["trainer ends is announced", "trainer hangs is announced"]
-    await announcers[1].update(msgspec.structs.replace(ends, state="draining"))
-    await discovery.refresh()
+    assert sorted(caplog.messages) == [f"trainer {name} is announced" for name in sorted(services)]
     caplog.clear()
-    for announcer in announcers:
-        await announcer.stop()
+    await services["stops"].stop()
+    await services["fails"].stop(in_order=False)
+    await cancel_all([services["hangs"]._task])
     await discovery.refresh()
-    said = {record.getMessage().split()[1]: record.levelname for record in caplog.records}
-    assert said == {"hangs": "WARNING", "ends": "INFO"}
+    assert [record.id for record in discovery.trainers.all()] == ["hangs"]
+    monkeypatch.setattr(registry, "TTL_S", 0.0)
+    await discovery.refresh()
+    assert discovery.trainers.all() == []
+    said = {record.getMessage().split()[1]: record for record in caplog.records}
+    assert {name: record.levelname for name, record in said.items()} == {
+        "hangs": "WARNING",
+        "fails": "WARNING",
+        "stops": "INFO",
+    }
+    assert said["stops"].getMessage() == "trainer stops was stopped in order"
 
 
 async def test_a_record_of_another_version_hides_nothing_else(
