@@ -31,7 +31,7 @@ from services.common.storage.directory import publish_directory
 from services.common.storage.model_files import delete_state
 from services.common.telemetry.repeats import Repeats
 from services.trainer.files.checkpoints import Meta, SavedState, read_meta, read_state, state_files
-from services.trainer.files.volume import FreeBytes, identified, other_volume, volume_of
+from services.trainer.files.volume import FreeBytes, check_same, identified, other_volume, volume_of
 from tinsmith.v1 import results_pb2
 
 log = logging.getLogger(__name__)
@@ -116,6 +116,7 @@ class DurableStore:
         on_durable: Callable[[str, int], None],
     ) -> None:
         self._data = data
+        self._volume = identified(data)
         self._staging = staging
         self._pointers = pointers
         self._answered = answered
@@ -300,10 +301,11 @@ class DurableStore:
         # Another trainer may write the same operation's snapshot: under another epoch, so elsewhere.
         location = f"{seq_id}-{epoch}"
         parent = self._data.state(model_id)
-        volume = await asyncio.to_thread(identified, self._data)
+        # What is written into the directory below a volume is hidden once that is mounted again.
+        await asyncio.to_thread(check_same, self._data, self._volume)
         await self._in_good_time(model_id, asyncio.to_thread(_write_files, parent / location, snapshot))
         await failpoints.reach("trainer.before_pointer")
-        if not await self._pointers.mark_durable(model_id, epoch, seq_id, f"{volume}/{location}"):
+        if not await self._pointers.mark_durable(model_id, epoch, seq_id, f"{self._volume}/{location}"):
             log.warning(
                 "durable snapshot of %s at %d was not marked: another gateway leads it", model_id, seq_id
             )

@@ -1,7 +1,8 @@
 """The volume that the data directory is on: which it is, and what is free there.
 
-Invariants: a volume that is mounted in place of another is not taken for it. One thread at most asks what is
-free, and nobody waits for that longer than `_PATIENCE_S`, also while the volume does not answer.
+Invariants: a volume that is mounted in place of another is not taken for it, nor is the directory below one
+that is not mounted any more: no training state is written there. One thread at most asks what is free, and
+nobody waits for that longer than `_PATIENCE_S`, also while the volume does not answer.
 """
 
 from __future__ import annotations
@@ -33,6 +34,16 @@ def volume_of(data: DataDir) -> str:
         return data.volume_id.read_text(encoding="ascii", errors="replace").strip()
     except FileNotFoundError:
         return ""
+
+
+def check_same(data: DataDir, wanted: str) -> None:
+    """Raises Internal when this is not the volume any more that it was. Blocking."""
+    if volume_of(data) != wanted:
+        raise Internal(
+            f"{data.root} is not the volume any more that it was when this trainer started: mount that one "
+            "there again, or start the trainer again on this one",
+            "other_volume",
+        )
 
 
 def other_volume(data: DataDir, wanted: str) -> Internal:

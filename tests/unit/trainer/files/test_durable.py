@@ -84,10 +84,11 @@ async def test_a_model_that_is_gone_is_not_written(tmp_path: Path, trained: Trai
 async def test_free_bytes_of_the_volume_are_told_and_nothing_of_one_that_is_not_there(
     tmp_path: Path, trained: Trained
 ) -> None:
-    make(tmp_path, PointersInMemory(), trained.take)
+    volume = tmp_path / "volume"
+    make(volume, PointersInMemory(), trained.take)
     told = REGISTRY.get_sample_value("tinsmith_volume_free_bytes")
     assert told is not None and 0 < told <= shutil.disk_usage(tmp_path).total
-    make(tmp_path / "away", PointersInMemory(), trained.take)
+    volume.rename(tmp_path / "away")
     told = REGISTRY.get_sample_value("tinsmith_volume_free_bytes")
     assert told is not None and math.isnan(told)
 
@@ -122,6 +123,25 @@ async def test_a_snapshot_on_a_volume_that_is_not_mounted_is_not_lost(
     (tmp_path / "away").rename(mounted)
     found = await store.read(MODEL)
     assert found is not None
+
+
+async def test_nothing_is_written_where_the_volume_is_not_mounted_any_more_until_it_is_back(
+    tmp_path: Path, trained: Trained
+) -> None:
+    pointers, mounted = PointersInMemory(), tmp_path / "mounted"
+    mounted.mkdir()
+    store, told = make(mounted, pointers, trained.take)
+    mounted.rename(tmp_path / "away")
+    for make_it in (lambda: None, mounted.mkdir, partial(identified, DataDir(mounted))):
+        make_it()
+        store.changed(MODEL)
+        assert not await store.settle(MODEL)
+        assert (pointers.pointer, told) == (None, [])
+        assert not DataDir(mounted).state(MODEL).exists()
+    shutil.rmtree(mounted)
+    (tmp_path / "away").rename(mounted)
+    assert await store.settle(MODEL)
+    assert await store.read(MODEL) is not None
 
 
 @pytest.mark.parametrize(
