@@ -31,7 +31,8 @@ def key_of(cluster: Cluster, owner: str) -> str:
     """A new API key."""
     command = [sys.executable, "-m", "services.launcher.cli", "keys", "create", owner]
     command += ["--data-dir", str(cluster.data_dir)]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_S).stdout.split()[0]
+    made = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_S)
+    return made.stdout.split()[0]
 
 
 class Tenants:
