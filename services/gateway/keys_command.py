@@ -175,7 +175,8 @@ def _print(records: Sequence[KeyRecord], used: dict[str, float], as_json: bool) 
         ends, last = _date(record.expires_at), _date(used.get(record.id))
         scopes = described(record.scopes)
         print(
-            f"{record.id:<14}{record.owner:<20}{record.role:<7}{scopes:<28}{ends:<18}{last:<18}{record.note}"
+            f"{record.id:<12}  {record.owner:<18}  {record.role:<5}  {scopes:<26}  {ends:<16}  {last:<16}  "
+            f"{record.note}"
         )
 
 

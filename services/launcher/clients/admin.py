@@ -103,11 +103,16 @@ async def _sessions(args: argparse.Namespace, ask: Ask) -> None:
     heading = f"{'SESSION':<40}{'OWNER':<20}{'MADE':<18}{'HEARD OF':<18}{'MODELS':>6}  STATE  NAME"
     request = admin_pb2.ListClusterSessionsRequest(owner=args.owner)
     async for one, _ in _pages(ask, heading, "ListClusterSessions", request, "sessions", args.most):
-        made, heard = _date(one.created_at), _date(one.last_heard_of_at)
-        print(
-            f"{one.session_id:<40}{one.owner:<20}{made:<18}{heard:<18}{one.models:>6}  "
-            f"{'over' if one.over else 'open':<5}  {one.display_name or one.project_id or '-'}"
-        )
+        print(session_line(one))
+
+
+def session_line(session: admin_pb2.ClusterSession) -> str:
+    """A line of the list of sessions; as `service_line`."""
+    made, heard = _date(session.created_at), _date(session.last_heard_of_at)
+    return (
+        f"{session.session_id:<38}  {session.owner:<18}  {made:<16}  {heard:<16}  {session.models:>6}  "
+        f"{'over' if session.over else 'open':<5}  {session.display_name or session.project_id or '-'}"
+    )
 
 
 async def _end_session(args: argparse.Namespace, ask: Ask) -> None:
@@ -116,7 +121,7 @@ async def _end_session(args: argparse.Namespace, ask: Ask) -> None:
 
 
 async def _services(args: argparse.Namespace, ask: Ask) -> None:
-    heading = f"{'ID':<24}{'KIND':<9}{'STATE':<10}{'MODELS':>6}{'QUEUED':>8}  {'ADDRESS':<24}BASE MODEL"
+    heading = f"{'ID':<24}{'KIND':<9}{'STATE':<15}{'MODELS':>6}{'QUEUED':>8}  {'ADDRESS':<24}BASE MODEL"
     request = admin_pb2.ListServicesRequest()
     async for one, _ in _pages(ask, heading, "ListServices", request, "services", args.most):
         print(service_line(one))
@@ -126,7 +131,7 @@ def service_line(service: admin_pb2.Service) -> str:
     """A line of the list of services. A name that is longer than its column has two spaces after it, too."""
     state, kind = _state(service), _KINDS.get(service.kind, "?")
     return (
-        f"{service.id:<22}  {kind:<9}{state:<10}{service.models:>6}{service.queued:>8}  "
+        f"{service.id:<22}  {kind:<9}{state:<13}  {service.models:>6}{service.queued:>8}  "
         f"{service.address:<22}  {service.base_model}"
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from services.launcher.clients.admin import service_line
+import time
+
+from services.launcher.clients.admin import service_line, session_line
 from tinsmith.v1 import admin_pb2
 
 
@@ -28,3 +30,12 @@ def test_short_names_are_in_columns() -> None:
     first, second = (service_line(service) for service in services)
     assert first.index("sampler") == second.index("sampler", len("sampler-10"))
     assert first.index("org/tiny") == second.index("org/tiny")
+
+
+def test_an_owner_with_a_long_name_stays_apart_from_the_date_of_a_session() -> None:
+    session = admin_pb2.ClusterSession(
+        session_id="s" * 41, owner="team-of-reinforcement-learning", models=1234567, display_name="run 7"
+    )
+    told = [cell.strip() for cell in session_line(session).split("  ") if cell]
+    never = time.strftime("%Y-%m-%d %H:%M", time.localtime(0))
+    assert told == [session.session_id, session.owner, never, never, "1234567", "open", "run 7"]
