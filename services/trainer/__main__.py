@@ -24,7 +24,6 @@ from services.trainer.world.channel import follow
 
 log = logging.getLogger("services.trainer")
 
-_DISMISSAL_S = 45
 _EXIT_S = 5.0
 
 
@@ -47,15 +46,14 @@ def main() -> int:
 
 
 def _follow(settings: TrainerConfig, place: Place) -> int:
-    """Ranks other than 0. Signals go to all ranks; rank 0 answers them."""
+    """Ranks other than 0. Signals go to all ranks; rank 0 answers them, and dismisses the others when it has
+    drained. One that it does not dismiss is killed by its agent."""
     loaded = threading.Event()
 
     def ask(*_: object) -> None:
         if not loaded.is_set():
             # There is nothing to drain, and rank 0 dismisses nobody.
             raise SystemExit(0)
-        # Rank 0 dismisses this rank when it has drained; should it not, the alarm ends the process.
-        signal.alarm(_DISMISSAL_S)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, ask)

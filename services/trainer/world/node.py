@@ -18,12 +18,13 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events import Event, EventSource
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from services.common.contract.errors import TinsmithError
@@ -47,10 +48,19 @@ _LAST_WORDS_S = 5.0
 _LOOK_S = 0.1
 
 
+class _OwnLogs(DefaultLogsSpecs):
+    """Ranks log where their node does, and write no files that threads of it would follow."""
+
+    def __init__(self) -> None:
+        super().__init__(log_dir=os.devnull)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        return replace(super().reify(envs), tee_stdouts={}, tee_stderrs={})
+
+
 class _Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, meeting: Rendezvous) -> None:
-        # Ranks log where their node does.
-        super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull), shutdown_timeout=_STOP_S)
+        super().__init__(spec, _OwnLogs(), shutdown_timeout=_STOP_S)
         self._meeting = meeting
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

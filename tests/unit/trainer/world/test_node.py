@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.common.worlds.nodes import Nodes
+from services.launcher.machine import free_port
 from services.trainer.world import node
 
 
@@ -51,8 +53,17 @@ from services.trainer.world import node
 
 node._LAST_WORDS_S = 1.0
 node.rank_arguments = lambda args: ["-c", sys.argv[1], *args]
-sys.exit(node._run(Nodes(1, 0, "127.0.0.1", 0, "lo"), 2, sys.argv[2:]))
+count, rank, port, *args = sys.argv[2:]
+sys.exit(node._run(Nodes(int(count), int(rank), "127.0.0.1", int(port), "lo"), 2, args))
 """
+
+
+def runs_ranks(program: str, nodes: int, rank: int, port: int, folder: Path) -> list[str]:
+    """Command line of a node with two ranks of a program, which is given the folder."""
+    place = (str(number) for number in (nodes, rank, port))
+    return [sys.executable, "-c", RUNS_RANKS, program, *place, str(folder)]
+
+
 RANK = """
 import os, pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -70,6 +81,33 @@ def test_a_rank_that_dies_ends_one_that_hangs_and_nobody_asks_that_to_take_leave
     # A dollar is nothing that torch's agent may put something in the place of.
     folder = tmp_path / "$$of ${local_rank}"
     folder.mkdir()
-    ended = subprocess.run([sys.executable, "-c", RUNS_RANKS, RANK, str(folder)], timeout=120, check=False)
+    ended = subprocess.run(runs_ranks(RANK, 1, 0, 0, folder), timeout=120, check=False)
     assert ended.returncode == 1
     assert [each.name for each in folder.iterdir()] == ["ready"]
+
+
+TELLS_ITS_PLACE = """
+import os, pathlib, sys
+names = "RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"
+pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(" ".join(os.environ[name] for name in names))
+"""
+
+
+def test_each_rank_of_a_node_is_told_a_gpu_of_its_own_of_those_that_the_node_sees(tmp_path: Path) -> None:
+    port = free_port()
+    started = [
+        subprocess.Popen(
+            runs_ranks(TELLS_ITS_PLACE, 2, rank, port, tmp_path),
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "5,3"},
+        )
+        for rank in range(2)
+    ]
+    assert [each.wait(120) for each in started] == [0, 0]
+    told = sorted(each.read_text() for each in tmp_path.iterdir())
+    assert told == ["0 0 5,3 4 2 0", "1 1 5,3 4 2 0", "2 0 5,3 4 2 1", "3 1 5,3 4 2 1"]
+
+
+def test_no_thread_of_a_node_follows_files_for_what_its_ranks_say() -> None:
+    logs = node._OwnLogs().reify({0: {}, 1: {}})
+    assert logs.stdouts == logs.stderrs == {0: "", 1: ""}
+    assert logs.tee_stdouts == logs.tee_stderrs == {}
