@@ -25,7 +25,8 @@ from services.trainer.compute.collate import collate, in_order
 from services.trainer.compute.data import LoraSpec, Row
 from services.trainer.compute.logprobs import Targets
 from services.trainer.compute.lora.adapter import Adapter, select_targets
-from services.trainer.compute.lora.grouped import LoraRouter, Segment
+from services.trainer.compute.lora.grouped import LoraRouter
+from services.trainer.compute.lora.stack import Segment
 from services.trainer.compute.lora.targets import find_linears, hook_adapters
 
 LAYERS = 36

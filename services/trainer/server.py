@@ -33,8 +33,9 @@ from services.trainer.compute.base_model import init_distributed
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.exchange import COLLECTIVE_TIMEOUT, least
 from services.trainer.compute.lora.adapter import MAX_RANK
-from services.trainer.compute.memory.capacity import GIB, Capacity, host_memory, keep_to_share
+from services.trainer.compute.memory.capacity import GIB, Capacity
 from services.trainer.compute.memory.dry_run import find_capacity
+from services.trainer.compute.memory.machine import host_memory, keep_to_share
 from services.trainer.config import Place, TrainerConfig
 from services.trainer.wiring import Trainer
 from services.trainer.world.channel import Channel

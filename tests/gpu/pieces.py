@@ -18,9 +18,10 @@ from services.trainer.compute.kernels.norms import fuse_norms
 from services.trainer.compute.kernels.rotations import fuse_rotations
 from services.trainer.compute.lora.adapter import Adapter, LinearShape
 from services.trainer.compute.lora.experts import shapes_of
-from services.trainer.compute.lora.grouped import LoraRouter, Segment
+from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.lora.parts import Part
 from services.trainer.compute.lora.products import is_grouped
+from services.trainer.compute.lora.stack import Segment
 from services.trainer.compute.memory.buffers import FlatBuffers
 from services.trainer.compute.optimizer import AdapterOptimizer, Due, step_together
 from services.trainer.compute.prefix.flash import FlashAttention

@@ -26,7 +26,8 @@ from services.trainer.compute.data import Failure, Pass, PassOp, Row, RowResult
 from services.trainer.compute.exchange import part_seconds, patience
 from services.trainer.compute.full.model import FullModel
 from services.trainer.compute.logprobs import shifted
-from services.trainer.compute.lora.grouped import LoraRouter, Segment
+from services.trainer.compute.lora.grouped import LoraRouter
+from services.trainer.compute.lora.stack import Segment
 from services.trainer.compute.memory.failures import (
     LacksMemory,
     explained,

@@ -19,33 +19,14 @@ Invariant: which experts a token has, and with what weights, is the base model's
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from services.trainer.compute.lora.adapter import LinearShape
-from services.trainer.compute.lora.products import Cut, Groups, product
-
-
-class Stacked(Protocol):
-    """The adapters of a micro-batch, as experts see them."""
-
-    @property
-    def adapters(self) -> int:
-        """How many there are."""
-
-    @property
-    def owners(self) -> Tensor:
-        """Which of them each token has: int64 [tokens]."""
-
-    @property
-    def whole(self) -> Cut:
-        """All tokens."""
-
-    def product(self, key: str, x: Tensor, groups: Groups, scale: Tensor | float = 1.0) -> Tensor:
-        """x [rows, in] times scale and the matrix of each row's group: [rows, out]. Experts' own matrices
-        are of groups by expert and, within one, by adapter."""
+from services.trainer.compute.lora.products import Groups, product
+from services.trainer.compute.lora.stack import Stack
 
 
 def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -66,7 +47,7 @@ def shapes_of(experts: Any) -> dict[str, LinearShape]:
 
 
 def adapted_experts(
-    experts: Any, name: str, stack: Stacked, hidden: Tensor, chosen: Tensor, weights: Tensor
+    experts: Any, name: str, stack: Stack, hidden: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
     """What a module of routed experts computes, with adapters.
 
@@ -111,7 +92,7 @@ class _Rows:
         by_expert, own: the rows of each expert; of each expert and adapter.
     """
 
-    def __init__(self, chosen: Tensor, experts: int, stack: Stacked) -> None:
+    def __init__(self, chosen: Tensor, experts: int, stack: Stack) -> None:
         self._choices, adapters = chosen.shape[-1], stack.adapters
         keys = chosen if adapters == 1 else chosen * adapters + stack.owners[:, None]
         # A replay must find the same order.

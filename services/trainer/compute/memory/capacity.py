@@ -25,17 +25,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
-from services.common.contract.errors import InvalidRequest
-from services.common.process.process import machine_memory
 from services.trainer.compute.exchange import least
 from services.trainer.compute.logprobs import CHUNK_ELEMENTS
 from services.trainer.compute.lora.adapter import LinearShape, layout_of
@@ -45,12 +40,6 @@ from services.trainer.compute.split.asked import Asked
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-
-OF_THE_MACHINE = 0.75
-"""Of a machine's memory the ranks on it take so much, unless they are told: other processes run there too."""
-
-OF_THE_HOST = 0.25
-"""The same of adapters that are idle, beside ranks that compute on devices."""
 
 ADAPTERS = 1 / 3
 """Of what weights and head leave, adapters get so much."""
@@ -249,47 +238,6 @@ def warn_of_halves(found: Capacity, micro_batch_tokens: int, context_length: int
         )
 
 
-def ranks_here() -> int:
-    """Ranks that share this machine's memory. Of a world on several, its agent says how many it has."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-
-
-def own_memory(device: str) -> int:
-    """What this rank may take when nobody says: of its GPU what others leave, or its share of the machine."""
-    if device == "cpu":
-        return int(machine_memory() * OF_THE_MACHINE) // ranks_here()
-    return gpu_memory()
-
-
-def host_memory(given: int | None, device: str) -> int:
-    """What this rank may take of its host for adapters that are idle: what was given, or else its share.
-
-    Raises:
-        InvalidRequest: the machine has less.
-    """
-    if given is None:
-        return 0 if device == "cpu" else int(machine_memory() * OF_THE_HOST) // ranks_here()
-    if given * ranks_here() > machine_memory():
-        raise InvalidRequest(
-            f"--adapter-host-gib {given / GIB:g} is more than this machine has, which is "
-            f"{machine_memory() / GIB:.1f} GiB for {ranks_here()} ranks; give less"
-        )
-    return given
-
-
-def keep_to_share(share: float) -> None:
-    """Lets this process take no more than a fraction of its GPU's memory, but for CUDA's own: an allocation
-    beyond it is one that does not fit, whatever else is free."""
-    torch.cuda.set_per_process_memory_fraction(share)
-
-
-def gpu_memory() -> int:
-    """Bytes of its GPU that this process has, or could have: its share, as far as others leave it."""
-    free, total = torch.cuda.mem_get_info()
-    share = int(total * torch.cuda.get_per_process_memory_fraction())
-    return min(free + torch.cuda.memory_reserved(), share)
-
-
 def least_of_all(mine: Capacity, device: str) -> Capacity:
     """What every rank can hold; all ranks call it."""
     return Capacity(*least(list(dataclasses.astuple(mine)), device))
@@ -362,7 +310,7 @@ def adapter_host_bytes(
 
 def adapter_element_bytes(item: int) -> tuple[int, int]:
     """What an element of an adapter takes of each rank: of each, its gradients and what computes, and both
-    once more in the stack of a micro-batch (lora/grouped.py); and of each that is of the rank's own part, its
+    once more in the stack of a micro-batch (lora/stack.py); and of each that is of the rank's own part, its
     moments, and its master where what computes is a copy of `item` bytes.
     """
     copied = item != 4

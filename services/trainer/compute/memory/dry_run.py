@@ -25,11 +25,11 @@ from services.trainer.compute.memory.capacity import (
     at_least,
     capacity,
     least_of_all,
-    own_memory,
     steady,
     warn_of_halves,
 )
 from services.trainer.compute.memory.failures import OUT_OF_MEMORY
+from services.trainer.compute.memory.machine import own_memory
 from services.trainer.compute.memory.use import largest_pass_bytes
 
 if TYPE_CHECKING:

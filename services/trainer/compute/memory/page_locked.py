@@ -14,7 +14,7 @@ import torch
 
 from services.common.process.process import machine_memory
 from services.trainer.compute.memory import staging
-from services.trainer.compute.memory.capacity import ranks_here
+from services.trainer.compute.memory.machine import ranks_here
 
 OF_THE_MACHINE = 1 / 8
 """Of its memory the ranks on it keep so much at most."""

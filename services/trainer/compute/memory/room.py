@@ -18,7 +18,7 @@ from services.common.contract.errors import Internal
 from services.common.process.process import free_machine_memory
 from services.trainer.compute.data import Failure, Pass
 from services.trainer.compute.exchange import any_rank, least, meet
-from services.trainer.compute.memory.capacity import GIB, Footprint, gpu_memory, needed, ranks_here
+from services.trainer.compute.memory.capacity import GIB, Footprint, needed
 from services.trainer.compute.memory.failures import (
     OUT_OF_MEMORY,
     failure,
@@ -26,6 +26,7 @@ from services.trainer.compute.memory.failures import (
     is_of_device,
     is_out_of_memory,
 )
+from services.trainer.compute.memory.machine import gpu_memory, ranks_here
 
 log = logging.getLogger(__name__)
 

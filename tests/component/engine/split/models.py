@@ -22,7 +22,8 @@ from services.trainer.compute.base_model import Scorer, checkpoint_blocks
 from services.trainer.compute.collate import Collated, collate
 from services.trainer.compute.data import Row
 from services.trainer.compute.lora.adapter import Adapter, largest, select_targets
-from services.trainer.compute.lora.grouped import LoraRouter, Segment
+from services.trainer.compute.lora.grouped import LoraRouter
+from services.trainer.compute.lora.stack import Segment
 from services.trainer.compute.lora.targets import find_linears, find_unadapted, hook_adapters
 from services.trainer.compute.replay.routers import Replay
 from services.trainer.compute.split.asked import Asked, splits

@@ -116,7 +116,8 @@ def _kept(shape: Shape, tokens: int, element: torch.dtype) -> int:
 
     from services.trainer.compute.data import LoraSpec
     from services.trainer.compute.lora.adapter import HEAD, Adapter
-    from services.trainer.compute.lora.grouped import LoraRouter, Segment
+    from services.trainer.compute.lora.grouped import LoraRouter
+    from services.trainer.compute.lora.stack import Segment
     from services.trainer.compute.lora.targets import find_linears, hook_adapters
 
     routed = shape.experts

@@ -13,7 +13,8 @@ from services.trainer.compute.base_model import Scorer
 from services.trainer.compute.data import LoraSpec
 from services.trainer.compute.logprobs import Targets
 from services.trainer.compute.lora.adapter import Adapter, select_targets
-from services.trainer.compute.lora.grouped import LoraRouter, Segment
+from services.trainer.compute.lora.grouped import LoraRouter
+from services.trainer.compute.lora.stack import Segment
 from services.trainer.compute.lora.targets import find_linears, hook_adapters
 from tests.unit.trainer.compute.architectures import FLAT, SINGLE, config_of, random_model
 

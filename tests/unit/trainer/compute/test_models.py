@@ -24,7 +24,8 @@ from services.trainer.compute.base_model import Scorer
 from services.trainer.compute.data import LoraSpec
 from services.trainer.compute.logprobs import Targets
 from services.trainer.compute.lora.adapter import Adapter, kind_of, largest, promised_by, select_targets
-from services.trainer.compute.lora.grouped import LoraRouter, Segment
+from services.trainer.compute.lora.grouped import LoraRouter
+from services.trainer.compute.lora.stack import Segment
 from services.trainer.compute.lora.targets import find_linears, find_unadapted, hook_adapters
 from services.trainer.compute.split.asked import Asked, splits
 from services.trainer.files.export_format import adapter_files

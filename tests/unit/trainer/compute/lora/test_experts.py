@@ -19,8 +19,9 @@ from services.trainer.compute.data import LoraSpec
 from services.trainer.compute.lora import products
 from services.trainer.compute.lora.adapter import Adapter, LinearShape, layout_of, select_targets
 from services.trainer.compute.lora.experts import shapes_of
-from services.trainer.compute.lora.grouped import LoraRouter, Segment
+from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.lora.products import Groups, outer, product
+from services.trainer.compute.lora.stack import Segment
 from services.trainer.compute.lora.targets import find_linears
 from tests.unit.trainer.compute.plain import PlainExperts
 

@@ -8,7 +8,8 @@ from torch import nn
 
 from services.trainer.compute.data import LoraSpec
 from services.trainer.compute.lora.adapter import Adapter, LinearShape
-from services.trainer.compute.lora.grouped import LoraRouter, Segment
+from services.trainer.compute.lora.grouped import LoraRouter
+from services.trainer.compute.lora.stack import Segment
 
 Q, V = "layer.q_proj", "layer.v_proj"
 SHAPES = {Q: LinearShape(8, 12), V: LinearShape(8, 16)}

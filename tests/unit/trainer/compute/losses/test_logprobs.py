@@ -7,7 +7,8 @@ from torch import nn
 from services.trainer.compute.data import LoraSpec
 from services.trainer.compute.logprobs import LogprobHead, Targets, selective_log_softmax
 from services.trainer.compute.lora.adapter import HEAD, Adapter, LinearShape
-from services.trainer.compute.lora.grouped import LoraRouter, Segment
+from services.trainer.compute.lora.grouped import LoraRouter
+from services.trainer.compute.lora.stack import Segment
 
 HIDDEN, VOCAB, POSITIONS = 16, 50, 23
 

@@ -12,7 +12,7 @@ from services.trainer.compute.data import AdamSpec, LoraSpec
 from services.trainer.compute.lora.adapter import Adapter, LinearShape
 from services.trainer.compute.lora.away import come_back, leave
 from services.trainer.compute.lora.steps import step_adapters
-from services.trainer.compute.memory import capacity
+from services.trainer.compute.memory import machine
 from services.trainer.compute.memory.buffers import FlatBuffers
 from services.trainer.compute.memory.host import Away, pieces
 from services.trainer.compute.tenant import LoraTenant
@@ -134,11 +134,11 @@ def test_page_locked_pieces_are_powers_of_two_so_that_no_more_is_taken(nbytes: i
 def test_on_a_cpu_adapters_get_no_room_on_the_host_unless_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(capacity, "machine_memory", lambda: 64 * 2**30)
+    monkeypatch.setattr(machine, "machine_memory", lambda: 64 * 2**30)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert capacity.host_memory(None, "cpu") == 0
-    assert capacity.host_memory(None, "cuda:0") == 8 * 2**30
-    assert capacity.host_memory(0, "cuda:0") == 0
-    assert capacity.host_memory(32 * 2**30, "cpu") == 32 * 2**30
+    assert machine.host_memory(None, "cpu") == 0
+    assert machine.host_memory(None, "cuda:0") == 8 * 2**30
+    assert machine.host_memory(0, "cuda:0") == 0
+    assert machine.host_memory(32 * 2**30, "cpu") == 32 * 2**30
     with pytest.raises(InvalidRequest, match=r"--adapter-host-gib 33 .* 64.0 GiB for 2 ranks; give less"):
-        capacity.host_memory(33 * 2**30, "cuda:0")
+        machine.host_memory(33 * 2**30, "cuda:0")

@@ -8,8 +8,7 @@ import pytest
 from services.trainer.compute import exchange
 from services.trainer.compute.data import Failure, MicroBatch, Pass, PassOp, Row
 from services.trainer.compute.logprobs import CHUNK_ELEMENTS
-from services.trainer.compute.memory import capacity as capacities
-from services.trainer.compute.memory import room
+from services.trainer.compute.memory import machine, room
 from services.trainer.compute.memory.capacity import GIB, Footprint, capacity, head_bytes, needed
 from services.trainer.compute.memory.room import longest_split, without_room
 
@@ -112,18 +111,18 @@ def test_one_rank_is_told_its_own_numbers(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_ranks_share_the_memory_of_their_own_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "free_machine_memory", lambda: 24 * GIB)
-    monkeypatch.setattr(capacities.dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(machine.dist, "get_world_size", lambda: 8)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert room.free_memory("cpu") == 3 * GIB
     # Four machines of two ranks each.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert room.free_memory("cpu") == 12 * GIB
-    monkeypatch.setattr(capacities, "machine_memory", lambda: 32 * GIB)
-    assert capacities.own_memory("cpu") == 12 * GIB
+    monkeypatch.setattr(machine, "machine_memory", lambda: 32 * GIB)
+    assert machine.own_memory("cpu") == 12 * GIB
 
 
 def test_a_rank_keeps_to_its_share_of_a_gpu_and_to_what_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = capacities.torch.cuda
+    cuda = machine.torch.cuda
     monkeypatch.setattr(cuda, "memory_reserved", lambda: 10 * GIB)
     monkeypatch.setattr(cuda, "memory_allocated", lambda: 8 * GIB)
     monkeypatch.setattr(room, "free_cache", lambda: None)
@@ -131,7 +130,7 @@ def test_a_rank_keeps_to_its_share_of_a_gpu_and_to_what_others_leave(monkeypatch
     def has(free: int, share: float) -> tuple[int, int]:
         monkeypatch.setattr(cuda, "mem_get_info", lambda: (free * GIB, 80 * GIB))
         monkeypatch.setattr(cuda, "get_per_process_memory_fraction", lambda: share)
-        return capacities.own_memory("cuda:0") // GIB, room.free_memory("cuda:0") // GIB
+        return machine.own_memory("cuda:0") // GIB, room.free_memory("cuda:0") // GIB
 
     # The other has not come yet; it has; nobody else is there.
     assert has(70, 0.5) == (40, 32)
