@@ -56,9 +56,9 @@ def trees(device: str, directory: Path) -> None:
     assert works(device, FlashAttention()) == (device == "cuda")
 
 
-def grouped(device: str, count: int) -> None:
+def grouped(device: str, count: int, rank: int) -> None:
     """Adapters in bfloat16 as grouped products beside a loop over them in float32; one has no token."""
-    features, made, rank = 64, 96, 16
+    features, made = 64, 96
     generator = torch.Generator().manual_seed(count)
     targets = {"linear": LinearShape(features, made)}
     adapters = [
@@ -74,13 +74,15 @@ def grouped(device: str, count: int) -> None:
     router.hook(linear, "linear")
     x = torch.randn(sum(sizes), features, generator=generator).to(device, torch.bfloat16).requires_grad_()
     above = torch.randn(sum(sizes), made, generator=generator).to(device, torch.bfloat16)
-    stacked = torch.stack([adapter.low for adapter in adapters])
-    assert is_grouped(x, stacked[:, : rank * features].unflatten(1, (rank, features)).transpose(1, 2))
 
     # Of fresh ones nothing counts that was there.
     sums = [torch.full_like(adapter.flat, torch.nan) for adapter in adapters]
     placed = zip(sizes, adapters, sums, strict=True)
     with router.route([Segment(tokens, adapter, total, True) for tokens, adapter, total in placed]):
+        stack = router._stack
+        assert stack is not None
+        a, b = stack.matrices("linear.lora_A"), stack.matrices("linear.lora_B")
+        assert count == 1 or is_grouped(x, a.transpose(1, 2), b.transpose(1, 2)), "whatever their rank"
         y = linear(x)
         y.backward(above)
 

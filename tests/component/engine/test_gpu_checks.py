@@ -28,9 +28,10 @@ def test_attention_of_a_flat_batch_is_that_of_float32(window: int | None) -> Non
     pieces.attention(DEVICE, window)
 
 
+@pytest.mark.parametrize("rank", [1, 2, 4, 16])
 @pytest.mark.parametrize("count", [1, 8])
-def test_grouped_adapters_are_a_loop_over_them(count: int) -> None:
-    pieces.grouped(DEVICE, count)
+def test_grouped_adapters_are_a_loop_over_them(count: int, rank: int) -> None:
+    pieces.grouped(DEVICE, count, rank)
 
 
 @pytest.mark.parametrize("count", [1, 3, 17])
