@@ -89,17 +89,14 @@ class Place:
     """
 
     rank: int
-    local_rank: int
     world_size: int
     with_head: bool = True
 
     @classmethod
     def from_environment(cls) -> Place:
-        rank, local_rank, world_size = (
-            int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-        )
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # The agent of a node says which one it is.
-        return cls(rank, local_rank, world_size, with_head=os.environ.get("GROUP_RANK", "0") == "0")
+        return cls(rank, world_size, with_head=os.environ.get("GROUP_RANK", "0") == "0")
 
 
 def parse(argv: list[str]) -> TrainerConfig:

@@ -82,7 +82,7 @@ async def _load_and_serve(
     engine, channel, capacity = loading.result()
     LOADED.set(1)
     world = World(thread, engine, channel, _COMMAND_TIMEOUT_S)
-    return await _Server(config, place, world, engine, capacity, client).run(stop, served)
+    return await _Server(config, world, engine, capacity, client).run(stop, served)
 
 
 def load(config: TrainerConfig, place: Place) -> tuple[Engine, Channel, Capacity]:
@@ -147,7 +147,6 @@ class _Server:
     def __init__(
         self,
         config: TrainerConfig,
-        place: Place,
         world: World,
         engine: Engine,
         capacity: Capacity,
@@ -155,12 +154,11 @@ class _Server:
     ) -> None:
         self._config = config
         self._capacity = capacity
-        self._place = place
         self._world = world
         self._engine = engine
         self._client = client
         self._identity = identity(config.identity)
-        self._parts = Trainer(config, place, world, client, engine, capacity, self._identity)
+        self._parts = Trainer(config, world, client, engine, capacity, self._identity)
 
     async def run(self, stop: asyncio.Task[Signals], served: metrics.Served) -> int:
         """Serves until `stop` is done or the world fails."""
@@ -284,7 +282,7 @@ class _Server:
             max_operation_tokens=self._capacity.operation_tokens,
             device=self._config.device,
             dtype=self._config.dtype,
-            world_size=self._place.world_size,
+            world_size=self._engine.world_size,
             max_lora_rank=MAX_RANK,
             routing=self._engine.routing,
         )

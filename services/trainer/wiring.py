@@ -15,7 +15,7 @@ from services.common.storage.location import connect
 from services.common.tls.wires import Identity
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.memory.capacity import Capacity
-from services.trainer.config import Place, TrainerConfig
+from services.trainer.config import TrainerConfig
 from services.trainer.convert import Target
 from services.trainer.execution.control_ops import ControlOps
 from services.trainer.execution.executor import Executor
@@ -49,12 +49,11 @@ class Trainer:
     def __init__(
         self,
         config: TrainerConfig,
-        place: Place,
         world: World,
         client: redis.asyncio.Redis,
         engine: Engine,
         capacity: Capacity,
-        who: Identity | None = None,
+        who: Identity | None,
     ) -> None:
         """Puts everything together over one Redis. Call within the event loop that will run it.
 
@@ -98,7 +97,7 @@ class Trainer:
             client,
             config.redis_url,
             config.base_model,
-            "cpu" if config.device == "cpu" else f"cuda:{place.local_rank}",
+            engine.device,
             getattr(torch, config.dtype),
             who,
         )
@@ -127,7 +126,7 @@ class Trainer:
                 engine.splits,
                 engine.routing,
             ),
-            Limits(place.world_size, self.micro_batch_tokens),
+            Limits(engine.world_size, self.micro_batch_tokens),
             self.crashes,
         )
         self.servicer = TrainerServicer(

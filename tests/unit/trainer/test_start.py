@@ -42,7 +42,7 @@ def test_flags_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_model_that_is_not_there_is_named_before_anything_is_loaded() -> None:
     with pytest.raises(InvalidRequest, match="there is no /models/x: put the model's files into /models/x"):
-        load(config.parse(FLAGS), config.Place(0, 0, 1))
+        load(config.parse(FLAGS), config.Place(0, 1))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_how_zero_3_shares_weights_is_said_by_flags() -> None:
     settings = config.parse([*FLAGS, *flags, "--zero-quantized-base", "yes"])
     assert settings.sharding == Sharding(2, 0, True)
     with pytest.raises(InvalidRequest, match="--zero-replica-ranks 2: a trainer of 3 ranks"):
-        load(settings, config.Place(0, 0, 3))
+        load(settings, config.Place(0, 3))
 
 
 def test_redis_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +119,20 @@ def test_a_rank_without_a_gpu_of_its_own_says_how_many_there_are(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(InvalidRequest, match="2 ranks need as many GPUs, and 1 are visible here"):
+        init_distributed("cuda")
+
+
+def test_a_rank_computes_on_the_gpu_that_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Chosen(Exception):
+        pass
+
+    def choose(device: int) -> None:
+        raise Chosen(device)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", choose)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(Chosen, match="2"):
         init_distributed("cuda")
 
 
