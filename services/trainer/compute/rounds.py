@@ -81,6 +81,29 @@ class _Ready:
     losses: BatchLosses
 
 
+@dataclass(frozen=True)
+class _Alike:
+    """What micro-batches of a pass have in common that follow each other.
+
+    Attributes:
+        model: computes them.
+        ops: of the pass.
+        grad: they have a backward pass; all rows of them want that, or none does.
+        failed: operations of which one failed here. More come to it.
+        beside: tokens of the largest micro-batch of several sequences, on whichever rank.
+    """
+
+    model: BaseModel | FullModel
+    ops: Sequence[PassOp]
+    grad: bool
+    failed: dict[int, Failure]
+    beside: int = 0
+
+    def left(self, rows: Sequence[Row]) -> list[Row]:
+        """Those of operations that did not fail."""
+        return [row for row in rows if row.op not in self.failed]
+
+
 class Rounds:
     """Runs this rank's part of passes.
 
@@ -123,7 +146,7 @@ class Rounds:
         for row in (row for rows, split in kept if split for row in rows):
             # NCCL counts from when the host asks, which is long before the device has come so far.
             within = patience(part_seconds(work, self._world_size, self._device))
-            with self._together(work.ops, [row], row.length, True), within:
+            with self._together(_Alike(model, work.ops, True, {}), [row], row.length), within:
                 leaving = self._run_split(model, work.ops, row)
             loads = [load + Share(0, self._world_size, row.length).size for load in loads]
             # All ranks came to the same.
@@ -143,28 +166,21 @@ class Rounds:
             loads = [
                 load + sum(tokens[batch] for batch in own) for load, own in zip(loads, dealt, strict=True)
             ]
-            ops = work.ops
             beside = max((size for size, rows in zip(tokens, parts, strict=True) if len(rows) > 1), default=0)
             jobs = [parts[batch] for batch in dealt[self._rank]]
             if model.collective:
                 jobs += [[]] * (max(map(len, dealt)) - len(jobs))
-            for started in in_turn(
-                jobs,
-                partial(self._prepared, ops, failed),
-                partial(self._start, model, ops, grad, failed, beside),
-            ):
+            alike = _Alike(model, work.ops, grad, failed, beside)
+            for started in in_turn(jobs, partial(self._prepared, alike), partial(self._start, alike)):
                 results += [result for each in started for result in each.results()]
         BUSIEST.inc(max(loads))
         MEAN.inc(sum(loads) / self._world_size)
         return results, failed
 
-    def _prepared(
-        self, ops: Sequence[PassOp], failed: Mapping[int, Failure], rows: Sequence[Row]
-    ) -> _Ready | None:
+    def _prepared(self, alike: _Alike, rows: Sequence[Row]) -> _Ready | None:
         """What a micro-batch is computed from; None: it is made where it runs, and fails there if it does."""
-        rows = [row for row in rows if row.op not in failed]
         try:
-            return self._ready(ops, rows)
+            return self._ready(alike.ops, alike.left(rows))
         except Exception:
             return None
 
@@ -173,38 +189,21 @@ class Rounds:
         batch = collate(rows, self._device, shared=shared) if rows else idle_batch(self._device)
         return _Ready(len(rows), batch, BatchLosses(ops, rows, batch, self._device))
 
-    def _start(
-        self,
-        model: BaseModel | FullModel,
-        ops: Sequence[PassOp],
-        grad: bool,
-        failed: dict[int, Failure],
-        beside: int,
-        rows: Sequence[Row],
-        ready: _Ready | None,
-    ) -> list[Leaving]:
-        left = [row for row in rows if row.op not in failed]
+    def _start(self, alike: _Alike, rows: Sequence[Row], ready: _Ready | None) -> list[Leaving]:
+        left = alike.left(rows)
         if ready is not None and ready.rows != len(left):
             ready = None
-        if model.collective:
+        if alike.model.collective:
             if ready is None:
                 tokens = computed_tokens(left, shared=self.shares_prefixes)
             else:
                 tokens = ready.batch.tokens.numel()
-            with self._together(ops, left, tokens, grad, beside):
+            with self._together(alike, left, tokens):
                 # What could not be made while another one ran may lack memory here, too.
-                return [self._run(model, ops, ready or self._ready(ops, left), grad)]
-        return self._start_or_split(model, ops, grad, failed, left, ready) if left else []
+                return [self._run(alike, ready or self._ready(alike.ops, left))]
+        return self._start_or_split(alike, left, ready) if left else []
 
-    def _start_or_split(
-        self,
-        model: BaseModel | FullModel,
-        ops: Sequence[PassOp],
-        grad: bool,
-        failed: dict[int, Failure],
-        rows: Sequence[Row],
-        ready: _Ready | None,
-    ) -> list[Leaving]:
+    def _start_or_split(self, alike: _Alike, rows: Sequence[Row], ready: _Ready | None) -> list[Leaving]:
         """A micro-batch, in halves as long as it does not fit into memory.
 
         A sequence that does not fit by itself fails its operation, any other error those of all `rows`.
@@ -213,14 +212,14 @@ class Rounds:
             Exception: of the device.
         """
         try:
-            return [self._run(model, ops, ready or self._ready(ops, rows), grad)]
+            return [self._run(alike, ready or self._ready(alike.ops, rows))]
         except Exception as error:
             if is_of_device(error):
                 raise
             if not is_out_of_memory(error) or len(rows) == 1:
                 logger.exception("a micro-batch of %d rows failed", len(rows))
                 failure = failure_of(explained(error, rows))
-                failed.update({row.op: failure for row in rows})
+                alike.failed.update({row.op: failure for row in rows})
                 return []
         # Only here has the error let go of what the batch had computed.
         free_cache()
@@ -233,18 +232,13 @@ class Rounds:
         )
         started = []
         for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
-            left = [row for row in half if row.op not in failed]
-            started += self._start_or_split(model, ops, grad, failed, left, None) if left else []
+            left = alike.left(half)
+            started += self._start_or_split(alike, left, None) if left else []
         return started
 
     @contextmanager
-    def _together(
-        self, ops: Sequence[PassOp], rows: Sequence[Row], tokens: int, grad: bool, beside: int = 0
-    ) -> Iterator[None]:
+    def _together(self, alike: _Alike, rows: Sequence[Row], tokens: int) -> Iterator[None]:
         """Within it this rank computes so many tokens and the others take part.
-
-        Args:
-            beside: tokens of the pass's largest micro-batch of several sequences, on whichever rank.
 
         Raises:
             LacksMemory: this rank has none for its rows. What fitted before was not too large: if this is
@@ -252,6 +246,7 @@ class Rounds:
                 for nothing but its part in the others': no operation is to blame for what it keeps, and less
                 at once leaves it more, until each micro-batch is of one sequence.
         """
+        grad, beside = alike.grad, alike.beside
         try:
             yield
         except Exception as error:
@@ -263,7 +258,7 @@ class Rounds:
             if not rows:
                 raise
             if len(rows) == 1:
-                op = ops[rows[0].op]
+                op = alike.ops[rows[0].op]
                 why = explained(error, rows).message
                 raise LacksMemory(0, (op.model_id, op.seq_id), why) from error
             why = f"out of device memory on a micro-batch of {len(rows)} rows, {tokens} tokens"
@@ -289,8 +284,9 @@ class Rounds:
             return deal(sizes, [0] * self._world_size)
         return tenant.deal(sizes, [work.ops[rows[0].op].seq_id for rows in parts], self._world_size)
 
-    def _run(self, model: BaseModel | FullModel, ops: Sequence[PassOp], ready: _Ready, grad: bool) -> Leaving:
-        """One micro-batch forward and, with `grad`, backward: its rows all want that, or none does."""
+    def _run(self, alike: _Alike, ready: _Ready) -> Leaving:
+        """One micro-batch forward and, with `grad`, backward."""
+        model, ops, grad = alike.model, alike.ops, alike.grad
         batch, losses = ready.batch, ready.losses
         segments = self._segments(ops, batch, grad) if model is self._base else []
         targets = batch.targets
