@@ -147,8 +147,10 @@ def leaves_others_waiting(command: Command, error: Exception) -> bool:
     What all of them refuse alike is found before there is any."""
     refused = isinstance(error, TinsmithError) and not isinstance(command, RunPass)
     if isinstance(command, CreateModel):
-        # With a state that ranks read together.
-        return isinstance(command.saved, ShardedState) and not refused
+        # With a state that ranks read together, or out of memory that all of them had before: what else is
+        # wrong with a model that trains all weights all of them run into alike.
+        together = isinstance(command.saved, ShardedState) or is_out_of_memory(error)
+        return command.lora is None and together and not refused
     return isinstance(command, MoveAdapter | RunPass | OptimSteps | LoadState | ReadState) and not refused
 
 

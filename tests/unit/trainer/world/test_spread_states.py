@@ -7,12 +7,13 @@ from typing import cast
 
 import pytest
 
-from services.common.contract.errors import ModelNotResident
+from services.common.contract.errors import Internal, ModelNotResident
 from services.common.process.threads import WorkerThread
-from services.trainer.compute.data import AdamSpec, ModelState, Pass, ShardedState
+from services.trainer.compute.data import AdamSpec, LoraSpec, ModelState, Pass, ShardedState
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.lora.snapshot import NoSnapshot
-from services.trainer.world.channel import Channel, WorldFailure
+from services.trainer.compute.memory.failures import NoMemory
+from services.trainer.world.channel import Channel, WorldFailure, execute
 from services.trainer.world.commands import (
     Command,
     CreateModel,
@@ -99,4 +100,24 @@ def test_commands_with_collectives_leave_others_waiting_unless_all_refuse_them(c
     assert leaves_others_waiting(command, MemoryError())
     assert leaves_others_waiting(command, ModelNotResident("m")) == isinstance(command, RunPass)
     assert not leaves_others_waiting(DropModel("m"), MemoryError())
-    assert not leaves_others_waiting(CreateModel("m", 1, None), MemoryError())
+
+
+def test_a_rank_that_lacks_memory_in_the_middle_of_making_a_full_model_ends_and_asks_nobody_first() -> None:
+    class Lacks:
+        def create_model(self, model_id: str, lora: LoraSpec | None) -> None:
+            raise MemoryError
+
+    channel = Told()
+    with pytest.raises(WorldFailure, match="CreateModel broke off"):
+        execute(cast(Engine, Lacks()), channel, CreateModel("m", 1, None))
+    assert channel.agreed == 0, "the others are in a collective"
+    with pytest.raises(Internal):
+        execute(cast(Engine, Lacks()), channel, CreateModel("m", 1, LoraSpec(4)))
+
+
+def test_a_model_that_lacks_memory_while_it_is_made_leaves_others_waiting_if_it_trains_all_weights() -> None:
+    full, adapter = CreateModel("m", 1, None), CreateModel("m", 1, LoraSpec(4))
+    assert leaves_others_waiting(full, MemoryError())
+    assert not leaves_others_waiting(full, NoMemory("out of memory on a new model")), "all know of it"
+    assert not leaves_others_waiting(full, ValueError("no such architecture")), "all run into it"
+    assert not leaves_others_waiting(adapter, MemoryError())
