@@ -66,19 +66,16 @@ class Cursor:
         clock: what a model has been served, in tokens of forward passes, that always had work. One without
             saves nothing up: when it is back it counts as served this much.
         served: the service of the models that had work, and of those that were served more.
-        waiting: the models that had work.
         had_control: models that ran a control operation since the last pass.
     """
 
     clock: float = 0.0
     served: Mapping[str, float] = field(default_factory=dict)
-    waiting: frozenset[str] = frozenset()
     had_control: frozenset[str] = frozenset()
 
     def of(self, model: str) -> float:
         """What a model counts as served."""
-        served = self.served.get(model, self.clock)
-        return served if model in self.waiting else max(served, self.clock)
+        return self.served.get(model, self.clock)
 
     def after(self, waiting: Iterable[str], costs: Mapping[str, int]) -> Cursor:
         """The cursor after a pass that cost the models in it so much, and was chosen while these had work."""
@@ -99,7 +96,7 @@ class Cursor:
             clock = _advanced(self.clock, work, sharing, gone.values())
         now = {model: max(served, clock) if model in costs else served for model, served in now.items()}
         ahead = {name: served for name, served in gone.items() if served > clock}
-        return Cursor(clock, {**ahead, **now}, frozenset(now))
+        return Cursor(clock, {**ahead, **now})
 
 
 def _advanced(clock: float, work: float, waiting: int, gone: Iterable[float]) -> float:

@@ -104,7 +104,7 @@ def test_the_longest_datum_comes_first_at_every_fork() -> None:
         prompt + long,
         prompt + long + [4] * 16,
         prompt + long + [5] * 48,
-        [6] * 9,
+        [6] * 100,
     ]
     units = split_operation([np.array(each, "<i4").tobytes() for each in data], 1000, shared=True)
     assert [unit.datums for unit in units] == [(4, 3, 2, 0, 1, 5)]
@@ -136,6 +136,7 @@ def test_batches_go_to_the_rank_that_has_least_and_dealing_can_go_on_where_it_en
         ([100] * 10, 8, [400, 400, 200]),
         ([16] * 8, 8, [128]),
         ([128] * 256, 8, [4096] * 8),
+        ([128] * 768, 8, [6144] * 16),
     ],
 )
 def test_an_operation_is_cut_for_all_ranks_where_that_is_worth_it(
@@ -153,6 +154,12 @@ def test_answers_to_one_prompt_are_not_cut_apart_for_more_ranks_than_that_is_wor
     several = [datum for seed in range(8) for datum in group(seed, 2048, [64] * 16)]
     made = split_operation(several, 65536, shared=True, ranks=8)
     assert [unit.tokens for unit in made] == [2048 + 16 * 64] * 8
+
+
+def test_answers_are_cut_apart_for_as_many_ranks_as_compute_hardly_more_tokens_for_it() -> None:
+    # With a prompt for each of two ranks a sixteenth more, of four a sixth.
+    made = split_operation(group(1, 1024, [1024] * 16), 65536, shared=True, ranks=8)
+    assert [unit.tokens for unit in made] == [1024 + 8 * 1024] * 2
 
 
 def test_uneven_datums_are_cut_evenly() -> None:

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Set
-from dataclasses import replace
-
-import pytest
-
 from services.trainer.order.microbatch import Unit
 from services.trainer.order.scheduler import (
     Cursor,
@@ -19,47 +13,15 @@ from services.trainer.order.scheduler import (
     only_suspect,
     plan_next,
 )
-
-ONE_BATCH = Limits(micro_batches=1, micro_batch_tokens=64)
-TWO_BATCHES = Limits(micro_batches=2, micro_batch_tokens=64)
-
-
-def forward(seq_id: int, *shapes: tuple[int, int]) -> QueuedOp:
-    """An operation with one unit per (datums, tokens of each)."""
-    units = tuple(Unit(tuple(range(datums)), datums * length) for datums, length in shapes)
-    return QueuedOp(seq_id, units)
-
-
-def control(seq_id: int) -> QueuedOp:
-    return QueuedOp(seq_id, None)
-
-
-def refs(decision: object) -> list[list[tuple[str, int, int]]]:
-    assert isinstance(decision, NextPass)
-    return [[(r.model_id, r.seq_id, r.unit) for r in batch] for batch in decision.micro_batches]
-
-
-def drive(
-    queues: dict[str, list[QueuedOp]], limits: Limits, steps: int, alone: Set[str] = frozenset()
-) -> list[object]:
-    """Applies decisions as the executor does and returns them."""
-    cursor, made = Cursor(), []
-    for _ in range(steps):
-        decision, cursor = plan_next(queues, limits, cursor, alone)
-        if decision is None:
-            break
-        made.append(decision)
-        if isinstance(decision, NextControlOp):
-            assert queues[decision.model_id].pop(0).seq_id == decision.seq_id
-            continue
-        for ref in (ref for batch in decision.micro_batches for ref in batch):
-            op = next(op for op in queues[ref.model_id] if op.seq_id == ref.seq_id)
-            assert op.next_unit == ref.unit
-            op.next_unit += 1
-        for queue in queues.values():
-            while queue and queue[0].units is not None and queue[0].next_unit == len(queue[0].units):
-                queue.pop(0)
-    return made
+from tests.unit.trainer.order.queued import (
+    ONE_BATCH,
+    TWO_BATCHES,
+    control,
+    drive,
+    forward,
+    forward_only,
+    refs,
+)
 
 
 def test_nothing_queued_gives_no_decision() -> None:
@@ -126,138 +88,10 @@ def test_nothing_passes_a_control_operation() -> None:
     assert refs(made[2]) == [[("a", 3, 0)]]
 
 
-def test_a_small_tenant_waits_for_one_pass_of_a_big_one() -> None:
-    queues = {"big": [forward(1, *[(1, 64)] * 50)], "small": [forward(1, (1, 64))]}
-    made = drive(queues, ONE_BATCH, 100)
-    assert [refs(d)[0][0][0] for d in made[:4]] == ["big", "small", "big", "big"]
-    assert len(made) == 51
-
-
-def tokens_served(made: list[object], sizes: dict[str, int]) -> dict[str, int]:
-    served = dict.fromkeys(sizes, 0)
-    for decision in made:
-        for model, *_ in (ref for batch in refs(decision) for ref in batch):
-            served[model] += sizes[model]
-    return served
-
-
-def test_models_with_work_get_the_same_tokens_whatever_the_size_of_their_units() -> None:
-    sizes = {"a": 8, "b": 64, "c": 8}
-    queues = {model: [forward(1, *[(1, size)] * 800)] for model, size in sizes.items()}
-    made = drive(queues, ONE_BATCH, 45)
-    served = tokens_served(made, sizes)
-    assert max(served.values()) - min(served.values()) <= 64
-    assert served["b"] >= 5 * 64
-
-
-def forward_only(seq_id: int, *shapes: tuple[int, int]) -> QueuedOp:
-    return replace(forward(seq_id, *shapes), forward_only=True)
-
-
-def test_a_short_request_waits_for_the_pass_that_runs_and_no_other() -> None:
-    queues = {model: [forward(1, *[(1, 64)] * 50)] for model in ("a", "b", "c")}
-    cursor = Cursor()
-    for _ in range(7):
-        decision, cursor = plan_next(queues, ONE_BATCH, cursor)
-        (((model, _, _),),) = refs(decision)
-        queues[model][0].next_unit += 1
-    queues["z"] = [forward_only(1, (1, 16))]
-    decision, cursor = plan_next(queues, ONE_BATCH, cursor)
-    assert refs(decision) == [[("z", 1, 0)]]
-
-
-def test_a_model_that_asks_for_little_again_and_again_never_waits_for_more_than_the_pass_that_runs() -> None:
-    queues = {model: [forward(1, *[(1, 64)] * 50)] for model in ("a", "b", "c")}
-    cursor, chosen = Cursor(), []
-    for number in range(60):
-        if number % 2:
-            # It came while the pass before ran.
-            queues["z"] = [forward_only(number, (1, 16))]
-        decision, cursor = plan_next(queues, ONE_BATCH, cursor)
-        (((model, _, _),),) = refs(decision)
-        chosen.append(model)
-        if model == "z":
-            del queues["z"]
-        else:
-            queues[model][0].next_unit += 1
-    assert chosen[1::2] == ["z"] * 30
-    assert {model: chosen.count(model) for model in "abc"} == dict.fromkeys("abc", 10)
-
-
-def test_models_that_come_and_go_with_little_keep_nobody_waiting_for_ever() -> None:
-    queues = {"big": [forward(1, *[(1, 64)] * 50)]}
-    cursor, turns = Cursor(), []
-    for number in range(200):
-        queues[f"small-{number}"] = [forward_only(1, (1, 64))]
-        decision, cursor = plan_next(queues, ONE_BATCH, cursor)
-        (((model, _, _),),) = refs(decision)
-        if model == "big":
-            queues[model][0].next_unit += 1
-            turns.append(number)
-        else:
-            del queues[model]
-    # One in ten or so: among many that have work each has its share.
-    assert len(turns) > 3 and len(cursor.served) < 2 * len(queues)
-
-
-class Work:
-    """Queues that are kept filled, and whose decisions are carried out."""
-
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self.cursor = Cursor()
-        self.queues: dict[str, list[QueuedOp]] = {}
-        self._numbers = itertools.count(1)
-
-    def fill(self, model: str, operations: int, units: int, tokens: int, forward_only: bool = False) -> None:
-        queue = self.queues.setdefault(model, [])
-        while len(queue) < operations:
-            shapes = [(1, tokens)] * units
-            queue.append(replace(forward(next(self._numbers), *shapes), forward_only=forward_only))
-
-    def run(self) -> set[str]:
-        """The models of the next pass."""
-        decision, self.cursor = plan_next(self.queues, self.limits, self.cursor)
-        found = [ref for batch in refs(decision) for ref in batch]
-        for model, seq_id, unit in found:
-            op = next(op for op in self.queues[model] if op.seq_id == seq_id)
-            op.next_unit = max(op.next_unit, unit + 1)
-        for queue in self.queues.values():
-            queue[:] = [op for op in queue if op.units is None or op.next_unit < len(op.units)]
-        return {model for model, _, _ in found}
-
-
-@pytest.mark.parametrize(
-    ("small_at_once", "forward_only", "passes"), [(4, False, 8), (4, False, 200), (20, True, 64)]
-)
-def test_who_shares_passes_and_takes_little_of_each_keeps_nobody_of_the_other_kind_waiting(
-    small_at_once: int, forward_only: bool, passes: int
-) -> None:
-    work = Work(Limits(2, 4096))
-    for number in range(passes + 3):
-        if number >= passes:
-            work.fill("z", 1, 1, 100, not forward_only)
-        work.fill("a", 3, 8, 4096, forward_only)
-        work.fill("b", small_at_once, 1, 100, forward_only)
-        if "z" in work.run():
-            break
-    assert number in (passes, passes + 1)
-
-
-def test_who_trained_beside_one_that_comes_and_goes_owes_nothing_for_it() -> None:
-    work = Work(Limits(2, 4096))
-    for number in range(400):
-        work.fill("a", 3, 8, 4096)
-        if number % 2:
-            work.fill("b", 1, 1, 100)
-        work.run()
-    assert work.cursor.of("a") - work.cursor.clock <= 3 * 2 * 4096
-    work.fill("c", 1, 10_000, 4096, forward_only=True)
-    waited = 0
-    while "a" not in work.run():
-        waited += 1
-        work.fill("a", 3, 8, 4096)
-    assert waited <= 3
+def test_models_that_are_cut_alike_leave_every_rank_the_same_to_do() -> None:
+    queues = {model: [forward(1, (1, 21), (1, 21))] for model in "abc"}
+    decision, _ = plan_next(queues, Limits(3, 64), Cursor())
+    assert [len(batch) for batch in refs(decision)] == [2, 2, 2]
 
 
 def test_forward_only_work_and_training_never_share_a_pass() -> None:
@@ -266,34 +100,17 @@ def test_forward_only_work_and_training_never_share_a_pass() -> None:
     assert [refs(decision) for decision in made] == [[[("b", 1, 0)], [("c", 1, 0)]], [[("a", 1, 0)]]]
 
 
-def test_a_model_that_was_away_saves_nothing_up() -> None:
-    queues = {"a": [forward(1, *[(1, 64)] * 50)], "late": []}
-    cursor = Cursor()
-    for _ in range(20):
-        _, cursor = plan_next(queues, ONE_BATCH, cursor)
-        queues["a"][0].next_unit += 1
-    queues["late"] = [forward(1, *[(1, 64)] * 50)]
-    made = []
-    for _ in range(10):
-        decision, cursor = plan_next(queues, ONE_BATCH, cursor)
-        (((model, _, _),),) = refs(decision)
-        queues[model][0].next_unit += 1
-        made.append(model)
-    assert made.count("late") <= 6
-    assert len(cursor.served) <= 2
-
-
-def test_what_was_served_is_forgotten_when_nobody_has_work() -> None:
-    _, cursor = plan_next({"a": [forward(1, (1, 64))]}, ONE_BATCH, Cursor())
-    assert cursor.served
-    assert plan_next({"a": []}, ONE_BATCH, cursor)[1] == Cursor()
-
-
 def test_all_waiting_control_operations_run_before_the_next_pass() -> None:
     queues = {"a": [control(1), forward(2, (1, 8))], "b": [control(1), forward(2, (1, 8))]}
     made = drive(queues, ONE_BATCH, 10)
     assert made[:2] == [NextControlOp("a", 1), NextControlOp("b", 1)]
     assert refs(made[2]) == [[("a", 2, 0), ("b", 2, 0)]]
+
+
+def test_models_that_only_have_control_operations_take_turns() -> None:
+    queues = {model: [control(number) for number in range(1, 4)] for model in "ab"}
+    made = drive(queues, ONE_BATCH, 10)
+    assert made == [NextControlOp(model, number) for number in range(1, 4) for model in "ab"]
 
 
 def test_a_stream_of_control_operations_does_not_starve_passes() -> None:

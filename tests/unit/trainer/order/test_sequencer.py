@@ -97,6 +97,13 @@ def test_a_restored_model_goes_on_after_its_snapshot() -> None:
     assert list(sequence.ready) == ["op6"]
 
 
+def test_what_a_restored_model_has_executed_is_not_executed_again_where_its_result_is_lost() -> None:
+    sequence: Sequence[str, str] = Sequence(applied=5)
+    for seq_id in (5, 4):
+        with pytest.raises(Internal, match="no longer kept"):
+            sequence.find(seq_id, seq_id - 1)
+
+
 def test_a_caller_that_knows_less_than_the_model_is_served() -> None:
     sequence: Sequence[str, str] = Sequence()
     for seq_id in range(3):
