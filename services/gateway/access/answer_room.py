@@ -87,7 +87,6 @@ class AnswerRoom:
         except BaseException as error:
             if granted.done() and not granted.cancelled():
                 self._shares.add(owner, -nbytes)
-            granted.cancel()
             # Whoever waits behind it may fit.
             self._deal_soon()
             if not isinstance(error, TimeoutError):

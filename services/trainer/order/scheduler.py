@@ -154,7 +154,7 @@ def plan_next(
     control = [model for model, head in heads.items() if head.units is None]
     passes = [model for model, head in heads.items() if head.units is not None]
     fresh = [model for model in control if model not in cursor.had_control]
-    if not fresh and not passes and control:
+    if not fresh and not passes:
         fresh, cursor = control, replace(cursor, had_control=frozenset())
     if fresh:
         model = fresh[0]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from services.common.contract.errors import InvalidRequest, LimitReached, TooLarge
-from services.gateway.access.answer_room import AnswerRoom, Together
+from services.gateway.access.answer_room import PASSED_TIMES, AnswerRoom, Together
 from services.gateway.inference.question import Question, bounded
 
 
@@ -123,6 +123,59 @@ async def test_who_gives_up_at_the_head_lets_those_behind_it_go_on() -> None:
         async with asyncio.timeout(60):
             await small
         assert (room.held, room._waiting) == (30, {})
+
+
+async def test_who_gives_up_just_when_it_gets_room_holds_nothing() -> None:
+    room = AnswerRoom(100)
+    with room.account("ann") as first, room.account("ann") as second:
+        await first.take(40)
+        waiting = asyncio.create_task(second.take(20))
+        await asyncio.sleep(0)
+        first.give(40)
+        await asyncio.sleep(0)
+        assert room.held == 20 and not waiting.done()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert (second.held, room.held) == (0, 0)
+
+
+async def test_what_is_given_back_goes_to_all_that_it_has_room_for() -> None:
+    room = AnswerRoom(100)
+    with room.account("ann") as first, room.account("ann") as second, room.account("ann") as third:
+        await first.take(45)
+        waiting = [asyncio.create_task(account.take(20)) for account in (second, third)]
+        await asyncio.sleep(0)
+        first.give(45)
+        async with asyncio.timeout(60):
+            await asyncio.gather(*waiting)
+        assert room.held == 40
+
+
+async def test_keys_that_wait_get_room_in_turn() -> None:
+    room, got = AnswerRoom(100), []
+
+    async def ask(owner: str) -> None:
+        with room.account(owner) as account:
+            await account.take(14)
+            got.append(owner)
+
+    with room.account("eve") as eve, room.account("zed") as zed:
+        await eve.take(50)
+        await zed.take(24)
+        tasks = [asyncio.create_task(ask(owner)) for owner in ("ann", "ann", "bob", "bob")]
+        await asyncio.sleep(0)
+        assert not got
+        # Room for one of them at a time.
+        zed.give(4)
+        async with asyncio.timeout(60):
+            await asyncio.gather(*tasks)
+    assert got == ["ann", "bob", "ann", "bob"]
+
+
+def test_a_result_counts_several_times_and_never_for_more_than_an_eighth() -> None:
+    room = AnswerRoom(8000)
+    assert (room.of_result(10), room.of_result(10**6)) == (10 * PASSED_TIMES, 1000)
 
 
 BESIDES = Question([[1]]).told_besides(0)

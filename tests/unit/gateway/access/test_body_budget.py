@@ -80,3 +80,9 @@ def test_what_does_not_fit_is_refused_before_it_is_received() -> None:
         account.check(2 * LARGE)
         with room.account("ann") as other:
             other.hold(2 * LARGE)
+
+
+def test_one_message_of_unknown_size_is_received_however_little_room_there_is() -> None:
+    room = budget(1)
+    assert room.messages_at_once(1 << 62) == 1
+    assert room.messages_at_once(KIB) > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 from services.gateway.access.fair_slots import FairSlots
 
@@ -143,3 +144,27 @@ async def test_those_that_were_cancelled_behind_others_are_not_kept() -> None:
     for name in ("running", "next"):
         await runs.end(name)
     assert runs.started == ["running", "next", "low"]
+
+
+async def test_those_that_stay_when_others_are_cancelled_keep_their_order() -> None:
+    slots = FairSlots(1)
+    runs = Runs(slots)
+    await runs.want("ann", "running")
+    priorities = random.Random(1).sample(range(1000), 60)
+    for number in priorities:
+        await runs.want("ann", str(number), priority=number)
+    for number in priorities[::2] + priorities[1:40:2]:
+        runs.tasks[str(number)].cancel()
+    await runs.want("ann", "-1", priority=-1)
+    left = [str(number) for number in sorted(priorities[41::2], reverse=True)] + ["-1"]
+    for name in ("running", *left):
+        await runs.end(name)
+    assert runs.started == ["running", *left]
+
+
+async def test_of_keys_that_hold_nothing_nothing_is_kept() -> None:
+    slots = FairSlots(2)
+    for owner in ("ann", "bob", "eve"):
+        async with slots.held(owner, 3):
+            pass
+    assert (slots._used_by, slots._waiting) == ({}, {})

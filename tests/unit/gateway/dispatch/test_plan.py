@@ -44,6 +44,7 @@ from services.gateway.dispatch.plan import (
     most_between_restores,
     plan,
     position_after_restore,
+    position_at,
     replay_passes_over,
     starts_at_creation,
     tried_in_vain,
@@ -98,6 +99,7 @@ def test_what_a_durable_snapshot_covers_is_no_gap() -> None:
 
 def test_after_a_restore_everything_later_is_sent_again_even_if_its_result_is_published() -> None:
     position = position_after_restore(3, 6)
+    assert position.cursor == 3
     step = plan(position, [published(4), used_up(5), pending(6)], -1, 0, 0, WINDOW)
     assert step.sends == (Send(4, 3, 10, replayed=True), Send(6, 4, 10, replayed=False))
 
@@ -108,6 +110,16 @@ def test_after_a_restore_an_executed_operation_without_a_result_is_asked_for() -
     sent, gap = chosen(position, pending(2), published(3), pending(4))
     assert sent == [(2, 1), (4, 3)]
     assert gap is None
+
+
+def test_what_the_trainer_has_executed_is_no_gap() -> None:
+    assert chosen(position_after_restore(5, 2), pending(2), pending(6)) == ([(2, 1), (6, 5)], None)
+
+
+def test_what_is_sent_again_begins_after_the_operation_that_was_put_off() -> None:
+    position = position_at(Position(cursor=7, applied=2, tail=7), 4)
+    assert chosen(position, pending(5), pending(6)) == ([(5, 4), (6, 5)], None)
+    assert position.cursor == 4
 
 
 def test_the_window_bounds_operations_and_bytes_but_lets_one_large_operation_through() -> None:
@@ -133,7 +145,7 @@ def test_the_window_bounds_operations_and_bytes_but_lets_one_large_operation_thr
         (DeadlineExceeded(""), 9, Action.RESEND),
         (Overloaded(""), 9, Action.RESEND),
         (StorageAway(""), 9, Action.RESEND),
-        (Conflict(""), 1, Action.SYNCHRONISE),
+        (Conflict(""), 2, Action.SYNCHRONISE),
         (Conflict(""), 3, Action.FAIL),
         (Internal("", "result_lost"), 1, Action.REPORT_LOST_RESULT),
         (Internal(""), 1, Action.FAIL),
@@ -219,14 +231,15 @@ def test_only_what_changed_the_model_is_replayed() -> None:
     train, score = operation_pb2.Operation(), operation_pb2.Operation()
     train.forward_backward.SetInParent()
     score.forward_backward.forward_only = True
-    save = operation_pb2.Operation()
-    save.save_for_sampler.SetInParent()
     load = operation_pb2.Operation()
     load.load_state.SetInParent()
     assert not replay_passes_over(train, fine)
     assert not replay_passes_over(load, fine)
     assert replay_passes_over(score, fine)
-    assert replay_passes_over(save, fine)
+    for kind in ("save_state", "save_for_sampler", "save_external"):
+        save = operation_pb2.Operation()
+        getattr(save, kind).SetInParent()
+        assert replay_passes_over(save, fine)
     assert replay_passes_over(train, failed)
 
 
@@ -283,11 +296,12 @@ def test_a_model_without_a_snapshot_can_be_replayed_only_from_its_creation() -> 
     assert not starts_at_creation(index(0, pending(0)))
     assert can_replay_from_start(index(-1, published(0), pending(1)))
     assert not can_replay_from_start(index(3, pending(4)))
+    assert not can_replay_from_start(index(-1, pending(1)))
     assert not can_replay_from_start(index(-1))
 
 
 def test_waits_grow_up_to_a_bound() -> None:
-    waits = [backoff(attempt, first=0.1, most=1.0) for attempt in range(1, 100)]
+    waits = [backoff(attempt, first=0.1, most=1.0) for attempt in range(1, 5000)]
     assert waits[:3] == [0.1, 0.2, 0.4]
     assert waits == sorted(waits)
     assert waits[-1] == 1.0

@@ -84,6 +84,13 @@ def test_snapshots_spread_over_idle_replicas() -> None:
     assert min(counts.values()) > 140
 
 
+def test_the_first_prompts_of_the_base_model_spread_over_idle_replicas() -> None:
+    block = BLOCK_TOKENS * TOKEN_BYTES
+    samples = [adapter(0, bytes([number]) * block, model_id="") for number in range(60)]
+    counts = Counter(chosen(idle("a", "b", "c"), sample).id for sample in samples)
+    assert min(counts.values()) > 5
+
+
 def test_only_the_snapshots_of_a_lost_replica_move() -> None:
     for version in range(200):
         before = chosen(idle("a", "b", "c"), adapter(version))
@@ -137,6 +144,16 @@ def test_an_adapter_goes_where_it_finds_a_slot_unless_that_replica_has_much_more
         assert chosen([taken, free], adapter(3)).id == name
 
 
+def test_where_no_replica_has_a_slot_the_one_with_the_least_to_do_is_waited_for() -> None:
+    busy = [Replica(name, Load(tokens, 1), waits=True) for name, tokens in (("a", 9), ("b", 5), ("c", 7))]
+    assert chosen(busy, adapter(3)).id == "b"
+
+
+def test_the_base_model_needs_no_slot_of_an_adapter() -> None:
+    assert adapter(0, model_id="").adapter == ""
+    assert full(3).adapter == ""
+
+
 # Replicas that have other weights in their engine.
 
 
@@ -174,3 +191,9 @@ def test_only_much_work_moves_a_full_model_from_a_home_that_does_not_have_it_yet
     other = "b" if home.id == "a" else "a"
     for ahead, name in ((SWAP_TOKENS, home.id), (SWAP_TOKENS + 1, other)):
         assert chosen([Replica(home.id, Load(ahead)), Replica(other, Load())], full(3)).id == name
+
+
+def test_a_full_model_that_leaves_its_home_goes_to_the_same_replica_whoever_asks() -> None:
+    home = chosen(idle("a", "b", "c"), full(3))
+    replicas = [Replica(name, Load((SWAP_TOKENS + 1) * (name == home.id))) for name in "abc"]
+    assert chosen(replicas, full(3)) == chosen(replicas[::-1], full(3)) != home
