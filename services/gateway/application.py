@@ -305,21 +305,24 @@ class Application:
         await self.sessions.finish(owner, session_id, reason, detail)
         await self.sampling.cancel_samples_of_session(session_id, f"session {session_id} was finished")
 
-    async def wait_completions(
-        self, owner: str, target: Target, cursor: int, seconds: float, fetched: Sequence[str]
-    ) -> Page:
-        """Which samples of a sampling client were resolved after a cursor; as soon as there are any.
-
-        Args:
-            fetched: requests whose results the client has; they can be asked for for a minute more.
+    async def free_completions(self, owner: str, target: Target, fetched: Sequence[str]) -> None:
+        """Requests whose results a sampling client has can be asked for for a minute more.
 
         Raises:
             NotFound: the sampling session does not exist.
             InvalidRequest: a fetched request is not the client's.
         """
         await self.sampling.get(owner, target.sampling_session_id)
-        await self.sessions.note_alive(ids.session_of(target.sampling_session_id))
         await self.completions.free(target, fetched)
+
+    async def wait_completions(self, owner: str, target: Target, cursor: int, seconds: float) -> Page:
+        """Which samples of a sampling client were resolved after a cursor; as soon as there are any.
+
+        Raises:
+            NotFound: the sampling session does not exist.
+        """
+        await self.sampling.get(owner, target.sampling_session_id)
+        await self.sessions.note_alive(ids.session_of(target.sampling_session_id))
         return await self.completions.wait(target, cursor, seconds)
 
     @property

@@ -48,17 +48,20 @@ async def retrieve_future(call: Call) -> Response:
 
 async def retrieve_futures(call: Call) -> Response:
     """Which samples of a sampling client are resolved; their results are fetched with retrieve_future."""
-    body = await call.json(messages.RetrieveFutures)
-    target = Target(body.target.sampling_session_id, body.target.cloned_sampler_id)
-    most = COMPLETIONS_POLL_SECONDS
-    seconds = most if body.timeout is None else min(body.timeout, most)
     with _TroubleIs429():
-        page = await call.while_there(
-            call.app.wait_completions(
-                call.owner, target, body.prev_cursor, seconds, body.retrieved_request_ids
-            ),
-        )
+        target, cursor, seconds = await _awaited(call)
+        page = await call.while_there(call.app.wait_completions(call.owner, target, cursor, seconds))
     return reply({"completions": [_completion(found) for found in page.completions], "cursor": page.cursor})
+
+
+async def _awaited(call: Call) -> tuple[Target, int, float]:
+    """What a poll waits for, after which cursor and for how long. It names any number of results that its
+    client has: they are let go first, so none of that is held while it waits."""
+    async with call.read(messages.RetrieveFutures) as body:
+        target = Target(body.target.sampling_session_id, body.target.cloned_sampler_id)
+        await call.app.free_completions(call.owner, target, body.retrieved_request_ids)
+        most = COMPLETIONS_POLL_SECONDS
+        return target, body.prev_cursor, most if body.timeout is None else min(body.timeout, most)
 
 
 def _completion(found: Completion) -> dict[str, object]:

@@ -132,6 +132,12 @@ class Call(msgspec.Struct, frozen=True):
         self.act.saw(lambda name: getattr(body, name, None))
         return body
 
+    @asynccontextmanager
+    async def read(self, kind: type[T]) -> AsyncIterator[T]:
+        """The same, for who waits with it: its memory counts until the context ends."""
+        async with self.body() as data:
+            yield messages.parse(kind, data)
+
 
 def address_of(request: Request) -> str:
     """Where a request comes from."""

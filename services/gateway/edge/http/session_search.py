@@ -51,10 +51,9 @@ async def assign_project(call: Call) -> Response:
 
 
 async def search(call: Call) -> Response:
-    body = await call.json(messages.SearchSessions)
-    if isinstance(body.owner, messages.OfUsers) and set(body.owner.owner_urns) != {call.owner}:
-        raise PermissionDenied(f"only your own sessions can be searched; you are {call.owner!r}")
-    async with call.app.page_turns.held(call.owner):
+    async with call.read(messages.SearchSessions) as body, call.app.page_turns.held(call.owner):
+        if isinstance(body.owner, messages.OfUsers) and set(body.owner.owner_urns) != {call.owner}:
+            raise PermissionDenied(f"only your own sessions can be searched; you are {call.owner!r}")
         page = await call.app.session_search.search(call.owner, _query(body))
         answer: dict[str, Any] = {"sessions": [_summary(found) for found in page.found]}
         if page.next is not None:

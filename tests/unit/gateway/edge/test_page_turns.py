@@ -67,6 +67,19 @@ async def test_few_pages_are_made_at_once_whoever_asks_and_however(edges: Edges)
         assert making.most == AT_ONCE
 
 
+async def test_what_a_search_asks_counts_while_it_waits_for_its_turn(edges: Edges) -> None:
+    turns, statuses = edges.app.page_turns, [{"type": "active"}] * 10_000
+    async with edges.http() as alice, turns.held("somebody"), turns.held("somebody"):
+        searching = asyncio.create_task(alice.post("sessions/search", json={"statuses": statuses}))
+        async with asyncio.timeout(20):
+            while not edges.app.budget.used:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.5)
+        assert not searching.done()
+        assert edges.app.budget.used > len(statuses) * 64
+        searching.cancel()
+
+
 @asynccontextmanager
 async def never_read(address: str) -> AsyncIterator[str]:
     """Where calls to an address get through, and of whose answers little is ever read."""

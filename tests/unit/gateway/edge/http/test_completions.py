@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from contextlib import ExitStack
+from typing import Any
 
 import httpx
+import pytest
 import tinker
 
 from services.common.state import keys
+from services.gateway.application import Application
 from tests.unit.gateway.edges import ALICE, BASE, BOB, Edges, new_model, new_session
 from tinsmith.v1 import results_pb2, sampling_pb2, types_pb2
 
 RESULT = sampling_pb2.SampleResult()
+MANY = 16_000
 
 
 async def sampling_session(client: httpx.AsyncClient) -> str:
@@ -99,6 +104,34 @@ async def test_fetched_results_may_go_and_only_the_targets_own(edges: Edges) -> 
         for wrong in (foreign, f"{session}:1000000000", "nonsense"):
             answer = await poll(client, session, timeout=0, retrieved_request_ids=[wrong])
             assert answer.status_code == 400
+
+
+async def test_a_poll_that_waits_holds_nothing_of_the_results_that_it_says_were_fetched(
+    edges: Edges, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with edges.http() as client:
+        session = await sampling_session(client)
+        await sample(client, session)
+        fetched = [f"{session}:{number}" for number in range(1, MANY)]
+        # What is remembered of the last requests is remembered after the first poll.
+        await poll(client, session, retrieved_request_ids=fetched, timeout=0)
+        asked, wait_completions = asyncio.Event(), Application.wait_completions
+
+        def waits(*args: Any) -> Any:
+            asked.set()
+            return wait_completions(*args)
+
+        monkeypatch.setattr(Application, "wait_completions", waits)
+        before = sys.getallocatedblocks()
+        waiting = asyncio.create_task(poll(client, session, retrieved_request_ids=fetched, timeout=30))
+        async with asyncio.timeout(25):
+            await asked.wait()
+            await asyncio.sleep(1.0)
+        assert not waiting.done()
+        assert sys.getallocatedblocks() - before < MANY // 4
+        assert edges.app.budget.used == 0
+        edges.app.drain()
+        await waiting
 
 
 async def test_polls_and_cancellations_belong_to_their_owner(edges: Edges) -> None:
