@@ -7,7 +7,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,7 @@ async def collect(data: DataDir, redis_url: str | None) -> dict[str, Any]:
     try:
         async with asyncio.timeout(_REDIS_TIMEOUT_S):
             records = [record for kind in registry.KINDS for record in await registry.live(client, kind)]
+            samples = await _samples(client, records)
             report["storage"] = await _storage(client, data)
             report["limits"], report["owners"] = usage.limits(records), await usage.collect(client)
             report["mixed_runners"] = model_runners.mixed(records)
@@ -78,6 +79,9 @@ async def collect(data: DataDir, redis_url: str | None) -> dict[str, Any]:
         await client.aclose()
     who = _operator(data)
     report["services"] = await asyncio.gather(*(_service(record, who) for record in records))
+    for entry in report["services"]:
+        if entry["id"] in samples:
+            entry["samples"] = samples[entry["id"]]
     report["unannounced"] = _unannounced(report)
     return report
 
@@ -96,6 +100,15 @@ def _unannounced(report: dict[str, Any]) -> list[str]:
         and entry["name"].rpartition("-")[0] in registry.KINDS
         and entry["name"] not in announced
     ]
+
+
+async def _samples(client: Redis, records: Iterable[registry.ServiceRecord]) -> dict[str, int]:
+    """Of each gateway, how many samples it has not answered, whether a sampler has them or none is there."""
+    gateways = [record.id for record in records if record.kind == "gateway"]
+    pipeline = client.pipeline(transaction=False)
+    for name in gateways:
+        pipeline.scard(keys.gateway_samples(name))
+    return dict(zip(gateways, await pipeline.execute(), strict=True))
 
 
 async def _storage(client: Redis, data: DataDir) -> dict[str, Any]:
@@ -212,6 +225,8 @@ def _details(entry: dict[str, Any]) -> Sequence[str]:
     lines = _engine(entry) if entry.get("kind") == "sampler" else []
     if entry.get("routing") and entry.get("kind") == "trainer":
         lines.append("  replays routed experts")
+    if entry.get("samples"):
+        lines.append(f"  {entry['samples']} samples that wait or run")
     if entry.get("stalls"):
         longest = entry["longest_stall_ms"]
         lines.append(f"  its event loop stood still {entry['stalls']} times, for {longest} ms at most")

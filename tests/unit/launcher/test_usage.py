@@ -42,6 +42,18 @@ async def test_status_tells_the_limits_of_gateways_and_what_each_owner_has(
     assert shown.count("its event loop stood still 3 times, for 80 ms at most") == 2
 
 
+async def test_status_tells_how_many_samples_each_gateway_has_not_answered(
+    redis_client: redis.asyncio.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    for name in ("gateway-0", "gateway-1"):
+        await Announcer(redis_client, ServiceRecord(kind="gateway", id=name, address="h:1")).start()
+    await redis_client.sadd(keys.gateway_samples("gateway-1"), "s:sample:0:1", "s:sample:0:2")
+    report = await status.collect(DataDir(tmp_path), redis_url)
+    assert {entry["id"]: entry["samples"] for entry in report["services"]} == {"gateway-0": 0, "gateway-1": 2}
+    assert status.show(report).count("samples that wait or run") == 1
+    assert "gateway-1  ready  h:1\n  2 samples that wait or run" in status.show(report)
+
+
 async def test_status_tells_how_full_the_volume_is_and_what_snapshots_take(
     redis_client: redis.asyncio.Redis, redis_url: str, tmp_path: Path
 ) -> None:
