@@ -94,13 +94,17 @@ def load_pieces(config: FullModelConfig, sizes: Sizes, has_gradient: bool) -> li
 def model_pieces(config: FullModelConfig, elements: int, ranks: int) -> list[int]:
     """What a model that is made takes of each rank for good. Pure.
 
+    That is weights, masters and moments; under ZeRO-3 the gradient too, with a bucket.
+
     Args:
         elements: of all its weights.
     """
-    part = -(-elements // ranks)
-    weights = (part if config.stage == 3 else elements) * config.dtype.itemsize
-    masters_and_moments = [] if config.offload else [_FLOAT * part] * 3
-    return [weights, *masters_and_moments, _SMALL]
+    item, part = config.dtype.itemsize, -(-elements // ranks)
+    if config.stage < 3:
+        weights, floats = [item * elements], 3
+    else:
+        weights, floats = [item * part, item * BUCKET], 4
+    return [*weights, *([] if config.offload else [_FLOAT * part] * floats), _SMALL]
 
 
 def taken_before(pieces: Sequence[int], device: str, buffers: FlatBuffers) -> bool:

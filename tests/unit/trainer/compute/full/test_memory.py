@@ -56,15 +56,15 @@ def test_a_load_takes_more_where_a_gradient_has_to_go() -> None:
         assert beside - without == 4 * (again + 2 * LARGEST)
 
 
-def test_a_model_takes_its_weights_and_a_ranks_part_of_masters_and_moments() -> None:
+def test_a_model_takes_its_weights_and_a_ranks_part_of_what_its_steps_keep() -> None:
     def gib(stage: int, ranks: int, *, offload: bool = False) -> float:
         return sum(model_pieces(config(stage, torch.bfloat16, offload=offload), ELEMENTS, ranks)) / GIB
 
     of_all = 1e9 / GIB
     assert gib(2, 1) == pytest.approx(8 * (2 + 12) * of_all, rel=1e-3)
     assert gib(2, 8) == pytest.approx((8 * 2 + 12) * of_all, rel=1e-3)
-    assert gib(3, 8) == pytest.approx((2 + 12) * of_all, rel=1e-3)
-    assert gib(3, 8, offload=True) == pytest.approx(2 * of_all, rel=1e-2)
+    assert gib(3, 8) == pytest.approx((2 + 16) * of_all, rel=1e-2), "its gradient is there, too"
+    assert gib(3, 8, offload=True) == pytest.approx(2 * of_all, rel=4e-2)
 
 
 def test_where_one_piece_is_not_there_nothing_is_taken_and_what_is_kept_for_adapters_goes(
