@@ -237,7 +237,7 @@ def _details(entry: dict[str, Any]) -> Sequence[str]:
             f"  adapters take {_mib(status, 'adapter_bytes'):.0f} of "
             f"{_mib(status, 'adapter_room_bytes'):.0f} MiB of each rank; sequences of up to "
             f"{status['max_sequence_tokens']} tokens ({status['max_forward_tokens']} that only run forward), "
-            f"{status['max_operation_tokens']} an operation"
+            f"{status['max_operation_tokens']} tokens an operation"
         )
         on_host, locked = (_mib(status, name) for name in ("adapter_host_room_bytes", "page_locked_bytes"))
         kept = _mib(status, "page_locked_kept_bytes")

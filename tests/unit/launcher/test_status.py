@@ -156,7 +156,7 @@ def test_status_says_what_trains_and_which_weights_a_sampler_has() -> None:
     shown = status.show({"processes": [], "services": services})
     assert "s:train:0  rank 8 " in shown
     assert "adapters take 3 of 1024 MiB of each rank; sequences of up to 4096 tokens (8192 that only" in shown
-    assert "that only run forward), 100000 an operation" in shown
+    assert "that only run forward), 100000 tokens an operation" in shown
     assert "adapters that are idle take 5 of 2048 MiB of each rank's host" in shown
     assert "6 MiB of the host are page-locked, and 7 kept for later" in shown
     assert [line.endswith("0 queued, on the host") for line in shown.splitlines() if ":train:" in line] == [
