@@ -154,7 +154,8 @@ class Turns:
         """What `decide` asked for left half of it behind. Returns the requests that waited and fail with it;
         all that runs has to leave."""
         target = self._target.pop()
-        self._lost = target is None and not self._sound
+        # After a first one only the base model's weights are put in.
+        self._lost = not self._sound
         self._sound = False
         self._resident = None
         if not self._lost:

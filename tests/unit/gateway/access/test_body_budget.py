@@ -86,3 +86,12 @@ def test_one_message_of_unknown_size_is_received_however_little_room_there_is() 
     room = budget(1)
     assert room.messages_at_once(1 << 62) == 1
     assert room.messages_at_once(KIB) > 1
+
+
+def test_what_is_expected_of_a_message_takes_nothing_of_the_room_for_small_ones() -> None:
+    room = rooms(COPIES * LARGE, 2 * COPIES * 65 * KIB)
+    with room.account("bob") as unknown, room.account("ann") as small:
+        unknown.expect(LARGE)
+        small.hold(64 * KIB)
+        unknown.hold(KIB)
+        assert room.used == COPIES * 65 * KIB

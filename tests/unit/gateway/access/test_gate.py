@@ -84,3 +84,12 @@ def test_of_keys_that_send_nothing_for_a_burst_nothing_is_kept() -> None:
     # One that sent again meanwhile keeps what it has left.
     assert set(gate._allowances) == {"ann", "key 50", "bob"}
     assert burst(gate, "key 50") == 10
+
+
+def test_a_key_that_sends_little_saves_up_no_more_than_a_burst() -> None:
+    clock = Clock()
+    gate = Gate(OwnerLimits(requests_per_second=10, burst_seconds=3), clock)
+    for _ in range(5):
+        with gate.call("ann"):
+            clock.now += 2.5
+    assert burst(gate, "ann") == 30

@@ -33,3 +33,11 @@ def test_what_is_added_in_any_case_counts() -> None:
     room.add("ann", 25)
     assert room.free == -15
     assert not room.take("bob", 1)
+
+
+def test_of_a_key_that_holds_nothing_nothing_is_kept() -> None:
+    room = Shares(100)
+    for number in range(10):
+        assert room.take(f"key {number}", 5)
+        room.add(f"key {number}", -5)
+    assert not room._used_by

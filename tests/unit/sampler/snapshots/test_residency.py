@@ -122,3 +122,11 @@ def test_what_every_worker_keeps_a_copy_of_counts_as_often() -> None:
     assert residency.ahead() == [A, B]
     assert residency.add(D, 9, 20) == residency.add(A, 10, 20) == []
     assert residency.load(B, 10) == [9]
+
+
+def test_what_came_while_it_was_waited_for_is_not_loaded() -> None:
+    residency = filled(100)
+    residency.wait_for(A, 10)
+    assert residency.ahead() == [A]
+    assert residency.add(A, 9, 10) == []
+    assert residency.ahead() == []
