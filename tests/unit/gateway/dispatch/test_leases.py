@@ -167,3 +167,62 @@ async def test_it_is_known_for_how_long_no_lease_was_renewed(any_redis: redis.as
     await asyncio.sleep(0.2)
     assert leases.unrenewed > before
     await leases.stop()
+
+
+async def test_a_lease_is_surely_held_as_long_as_it_was_last_renewed_for_and_not_once_it_is_lost(
+    any_redis: redis.asyncio.Redis,
+) -> None:
+    leases, loop = Leases(any_redis, "gateway-0", ttl=30.0), asyncio.get_running_loop()
+    lease = await held(leases)
+    for renew in (leases._renew_all(), leases.fence(lease)):
+        assert lease.surely_held
+        assert lease.valid_until <= loop.time() + 30
+        last = lease.valid_until
+        await asyncio.sleep(0.01)
+        await renew
+        assert lease.valid_until > last
+    lease.valid_until = loop.time()
+    assert not lease.surely_held and not lease.lost
+    lease.valid_until = loop.time() + 30
+    lease.lose()
+    assert not lease.surely_held
+
+
+async def test_one_renewal_that_fails_loses_no_lease(
+    any_redis: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leases = Leases(any_redis, "gateway-0", ttl=30.0)
+    lease, renew = await held(leases), leases._renew
+
+    async def reset(*_: object) -> object:
+        raise redis.exceptions.ConnectionError("reset")
+
+    monkeypatch.setattr(leases, "_renew", reset)
+    await leases._renew_all()
+    assert lease.surely_held
+    last = lease.valid_until
+    monkeypatch.setattr(leases, "_renew", renew)
+    await leases._renew_all()
+    assert lease.valid_until > last
+
+
+async def test_a_gateway_that_stops_leaves_its_models_to_others_at_once(
+    any_redis: redis.asyncio.Redis,
+) -> None:
+    leases = Leases(any_redis, "gateway-0")
+    lease = await held(leases)
+    leases.start()
+    await leases.stop()
+    assert lease.lost and not len(leases)
+    await held(Leases(any_redis, "gateway-1"))
+
+
+async def test_a_lease_that_was_given_back_is_not_taken_again_for_a_higher_epoch(
+    any_redis: redis.asyncio.Redis,
+) -> None:
+    leases = Leases(any_redis, "gateway-0")
+    lease = await held(leases)
+    await leases.release(lease)
+    await leases.fence(lease)
+    assert not len(leases)
+    await held(Leases(any_redis, "gateway-1"))

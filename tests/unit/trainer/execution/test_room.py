@@ -13,7 +13,7 @@ from services.common.contract.errors import Overloaded
 from services.trainer.compute.data import LoraSpec
 from services.trainer.execution import room
 from services.trainer.execution.resident_models import Model
-from services.trainer.execution.room import Room, beside
+from services.trainer.execution.room import IDLE_S, Room, beside, longest_idle
 
 MOST = 100
 _LONG = 0.05
@@ -85,6 +85,19 @@ def test_others_have_what_the_first_found_free_and_once_it_fits_what_it_does_not
     assert beside(10, first=60, spare=20) == 10
     assert beside(60, first=60, spare=20) == 0
     assert beside(100, first=60, spare=20) == 40
+
+
+def test_the_model_that_is_idle_longest_leaves_and_none_that_is_made_used_or_leaves_already() -> None:
+    older, newer = (Model(name, created=True, last_used=at) for name, at in (("a", 50.0), ("b", 60.0)))
+    others = [
+        Model("made", last_used=0.0),
+        Model("leaves", created=True, leaving=True, last_used=0.0),
+        Model("used", created=True, held=True, last_used=0.0),
+        Model("lately", created=True, last_used=100.0),
+    ]
+    now = 100.0 + IDLE_S - 0.1
+    assert longest_idle([*others, newer, older], now) is older
+    assert longest_idle(others, now) is None
 
 
 async def test_small_ones_do_not_take_for_ever_what_frees_itself_while_a_large_one_waits() -> None:
