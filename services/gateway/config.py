@@ -314,9 +314,13 @@ def _mistakes(config: GatewayConfig) -> list[str]:
             f"--max-message-bytes must be at most {memory.largest_message} with a --memory-mib of "
             f"{config.memory_mib}"
         )
-    if config.limits.owners.calls > config.connections.connections:
-        # Each long poll over HTTP has a connection of its own.
-        found.append("--max-http-connections must be at least --max-calls, or one API key could hold all")
+    calls, connections = config.limits.owners.calls, config.connections.connections
+    if connections <= calls // 2:
+        # Each long poll over HTTP has one of its own, and one API key may hold half of all calls.
+        found.append(
+            f"--max-http-connections must be more than half of --max-calls, {calls // 2 + 1} or more, or one "
+            f"API key could hold all {connections}"
+        )
     if config.retention.end_after < config.retention.park_after:
         found.append("--session-end-after must be at least --session-park-after")
     return found

@@ -49,7 +49,7 @@ def test_a_key_that_holds_all_the_calls_it_may_leaves_connections_to_others() ->
         while held < 2 * config.connections.connections:
             calls.enter_context(gate.call("ann"))
             held += 1
-    assert held <= config.connections.connections // 2
+    assert config.connections.connections - held >= 1000
 
 
 def test_limits_of_a_key_a_request_and_what_is_sent_on_are_flags() -> None:
@@ -72,7 +72,10 @@ def test_limits_of_a_key_a_request_and_what_is_sent_on_are_flags() -> None:
         (["--base-models", "[1]"], "--base-models: "),
         (["--checkpoint-store", "s3://key:secret@bucket/x"], "--checkpoint-store: "),
         (["--max-message-bytes", "100000000", "--memory-mib", "512"], "--max-message-bytes must be at most"),
-        (["--max-calls", "9000"], "--max-http-connections must be at least --max-calls"),
+        (
+            ["--max-calls", "12000"],
+            "--max-http-connections must be more than half of --max-calls, 6001 or more",
+        ),
         (["--session-end-after", "5"], "--session-end-after must be at least --session-park-after"),
         (["--nonsense"], "'--nonsense' is no flag"),
     ],

@@ -37,7 +37,7 @@ class ConnectionLimits:
     """Bounds of HTTP connections.
 
     Attributes:
-        connections: at once, in this process; no fewer than calls (`OwnerLimits`), which may each have one.
+        connections: at once, in this process; more than one API key may hold calls (half of all).
         head_bytes: URL and header fields of one request.
         head_fields: header fields of one request.
         head_seconds: time for them, from the connection or the request's first byte on.
@@ -48,7 +48,7 @@ class ConnectionLimits:
         stuck_seconds: how long a client may take nothing of an answer.
     """
 
-    connections: int = 8192
+    connections: int = 5120
     head_bytes: int = 32 * 1024
     head_fields: int = 100
     head_seconds: float = 10.0
