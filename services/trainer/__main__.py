@@ -24,6 +24,8 @@ from services.trainer.world.channel import follow
 
 log = logging.getLogger("services.trainer")
 
+_ORPHAN_S = 45
+"""More than an agent leaves its ranks before it kills them (world/node.py)."""
 _EXIT_S = 5.0
 
 
@@ -47,13 +49,14 @@ def main() -> int:
 
 def _follow(settings: TrainerConfig, place: Place) -> int:
     """Ranks other than 0. Signals go to all ranks; rank 0 answers them, and dismisses the others when it has
-    drained. One that it does not dismiss is killed by its agent."""
+    drained. One that it does not dismiss is killed by its agent, and ends by itself where that has died."""
     loaded = threading.Event()
 
     def ask(*_: object) -> None:
         if not loaded.is_set():
             # There is nothing to drain, and rank 0 dismisses nobody.
             raise SystemExit(0)
+        signal.alarm(_ORPHAN_S)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, ask)

@@ -37,6 +37,9 @@ class WorldFailure(Exception):
 class Channel:
     """Carries commands and outcomes between the ranks. Blocking; one thread per rank uses it.
 
+    Attributes:
+        ranks: of the world.
+
     Args:
         tell: hears of a lack of memory that the world ends of, before it does.
     """
@@ -50,7 +53,7 @@ class Channel:
     ) -> None:
         self.tell = tell
         self._rank = rank
-        self._world_size = world_size
+        self.ranks = world_size
         self._group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
 
     def send(self, command: Command) -> None:
@@ -93,7 +96,7 @@ class Channel:
         if self._group is None:
             return [outcome]
         text = outcome.encode()[:_OUTCOME_BYTES].ljust(_OUTCOME_BYTES, b"\0")
-        everyone = [torch.empty(_OUTCOME_BYTES, dtype=torch.uint8) for _ in range(self._world_size)]
+        everyone = [torch.empty(_OUTCOME_BYTES, dtype=torch.uint8) for _ in range(self.ranks)]
         dist.all_gather(everyone, torch.frombuffer(bytearray(text), dtype=torch.uint8), self._group)
         return [tensor.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for tensor in everyone]
 
@@ -109,7 +112,7 @@ def execute(engine: Engine, channel: Channel, command: Command) -> Any:
     try:
         answer = apply(engine, command)
     except Exception as caught:
-        if leaves_others_waiting(command, caught) or is_of_device(caught):
+        if leaves_others_waiting(command, caught, channel.ranks) or is_of_device(caught):
             if isinstance(caught, LacksMemory):
                 channel.tell(caught)
             # Others would wait for minutes, if this rank did not end, and its device computes no more.

@@ -142,14 +142,14 @@ def refused(command: Command, answer: Any) -> str:
     return f"refused {zlib.crc32(','.join(codes).encode()):08x}" if any(codes) else ""
 
 
-def leaves_others_waiting(command: Command, error: Exception) -> bool:
+def leaves_others_waiting(command: Command, error: Exception, ranks: int) -> bool:
     """Whether a rank on which a command breaks off may leave others in a collective that it never comes to.
     What all of them refuse alike is found before there is any."""
     refused = isinstance(error, TinsmithError) and not isinstance(command, RunPass)
     if isinstance(command, CreateModel):
         # With a state that ranks read together, or out of memory that all of them had before: what else is
         # wrong with a model that trains all weights all of them run into alike.
-        together = isinstance(command.saved, ShardedState) or is_out_of_memory(error)
+        together = isinstance(command.saved, ShardedState) or (ranks > 1 and is_out_of_memory(error))
         return command.lora is None and together and not refused
     return isinstance(command, MoveAdapter | RunPass | OptimSteps | LoadState | ReadState) and not refused
 

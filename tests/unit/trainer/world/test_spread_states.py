@@ -97,9 +97,9 @@ async def test_a_rank_that_cannot_gather_ends_and_asks_nobody_first(thread: Work
     ],
 )
 def test_commands_with_collectives_leave_others_waiting_unless_all_refuse_them(command: Command) -> None:
-    assert leaves_others_waiting(command, MemoryError())
-    assert leaves_others_waiting(command, ModelNotResident("m")) == isinstance(command, RunPass)
-    assert not leaves_others_waiting(DropModel("m"), MemoryError())
+    assert leaves_others_waiting(command, MemoryError(), 2)
+    assert leaves_others_waiting(command, ModelNotResident("m"), 2) == isinstance(command, RunPass)
+    assert not leaves_others_waiting(DropModel("m"), MemoryError(), 2)
 
 
 def test_a_rank_that_lacks_memory_in_the_middle_of_making_a_full_model_ends_and_asks_nobody_first() -> None:
@@ -108,16 +108,20 @@ def test_a_rank_that_lacks_memory_in_the_middle_of_making_a_full_model_ends_and_
             raise MemoryError
 
     channel = Told()
+    channel.ranks = 2
     with pytest.raises(WorldFailure, match="CreateModel broke off"):
         execute(cast(Engine, Lacks()), channel, CreateModel("m", 1, None))
     assert channel.agreed == 0, "the others are in a collective"
-    with pytest.raises(Internal):
-        execute(cast(Engine, Lacks()), channel, CreateModel("m", 1, LoraSpec(4)))
+    channel.ranks = 1
+    for lora in (None, LoraSpec(4)):
+        with pytest.raises(Internal):
+            execute(cast(Engine, Lacks()), channel, CreateModel("m", 1, lora))
 
 
 def test_a_model_that_lacks_memory_while_it_is_made_leaves_others_waiting_if_it_trains_all_weights() -> None:
     full, adapter = CreateModel("m", 1, None), CreateModel("m", 1, LoraSpec(4))
-    assert leaves_others_waiting(full, MemoryError())
-    assert not leaves_others_waiting(full, NoMemory("out of memory on a new model")), "all know of it"
-    assert not leaves_others_waiting(full, ValueError("no such architecture")), "all run into it"
-    assert not leaves_others_waiting(adapter, MemoryError())
+    assert leaves_others_waiting(full, MemoryError(), 2)
+    assert not leaves_others_waiting(full, MemoryError(), 1), "there are none"
+    assert not leaves_others_waiting(full, NoMemory("out of memory on a new model"), 2), "all know of it"
+    assert not leaves_others_waiting(full, ValueError("no such architecture"), 2), "all run into it"
+    assert not leaves_others_waiting(adapter, MemoryError(), 2)
