@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 DOCUMENTS = ("README.md", "docs/measured.md")
-_BLOCK = re.compile(r"(<!-- measured: (?P<name>[a-z ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- measured: (?P<name>[^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 _HEADLINES = (
     "trainer logprobs - plain PyTorch fp32",
     "sampler logprobs - trainer's",

@@ -226,7 +226,7 @@ def _details(entry: dict[str, Any]) -> Sequence[str]:
     if entry.get("routing") and entry.get("kind") == "trainer":
         lines.append("  replays routed experts")
     if entry.get("samples"):
-        lines.append(f"  {entry['samples']} samples that wait or run")
+        lines.append(f"  samples that wait or run: {entry['samples']}")
     if entry.get("stalls"):
         longest = entry["longest_stall_ms"]
         lines.append(f"  its event loop stood still {entry['stalls']} times, for {longest} ms at most")

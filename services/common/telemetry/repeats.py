@@ -18,6 +18,8 @@ SAY_AGAIN_S = 600.0
 """A name that has not failed for so long begins another streak."""
 _MOST_NAMES = 4096
 _MOST_KINDS = 8
+_COMPARED = 300
+"""Characters of what is said: an error may quote what a client sent."""
 _NUMBERED = re.compile(r"\S*\d\S*")
 
 
@@ -103,4 +105,4 @@ class Repeats:
 def _kind(why: Exception | str, words: str) -> int:
     """By what failures are told apart: all but the words that have numbers, as of bytes, ids and tries."""
     told = (type(why).__name__, getattr(why, "code", ""), getattr(why, "errno", ""))
-    return hash((told, _NUMBERED.sub("", words)))
+    return hash((told, _NUMBERED.sub("", words[:_COMPARED])))

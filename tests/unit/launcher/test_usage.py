@@ -51,7 +51,7 @@ async def test_status_tells_how_many_samples_each_gateway_has_not_answered(
     report = await status.collect(DataDir(tmp_path), redis_url)
     assert {entry["id"]: entry["samples"] for entry in report["services"]} == {"gateway-0": 0, "gateway-1": 2}
     assert status.show(report).count("samples that wait or run") == 1
-    assert "gateway-1  ready  h:1\n  2 samples that wait or run" in status.show(report)
+    assert "gateway-1  ready  h:1\n  samples that wait or run: 2" in status.show(report)
 
 
 async def test_status_tells_how_full_the_volume_is_and_what_snapshots_take(

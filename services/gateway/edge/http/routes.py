@@ -136,7 +136,9 @@ class Call(msgspec.Struct, frozen=True):
     async def read(self, kind: type[T]) -> AsyncIterator[T]:
         """The same, for who waits with it: its memory counts until the context ends."""
         async with self.body() as data:
-            yield messages.parse(kind, data)
+            body = messages.parse(kind, data)
+            self.act.saw(lambda name: getattr(body, name, None))
+            yield body
 
 
 def address_of(request: Request) -> str:
