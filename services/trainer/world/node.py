@@ -70,6 +70,9 @@ class _Agent(LocalElasticAgent):
         of it, would take leave in order, and forget what the dead one lacked or was busy with.
         """
         if any(self._statuses()):
+            for worker, status in zip(worker_group.workers, self._statuses(), strict=True):
+                if status:
+                    log.error("%s", _how_it_ended(worker.global_rank, status))
             deadline = time.monotonic() + _LAST_WORDS_S
             while None in self._statuses() and time.monotonic() < deadline:
                 time.sleep(_LOOK_S)
@@ -81,7 +84,8 @@ class _Agent(LocalElasticAgent):
 
     def _statuses(self) -> list[int | None]:
         """Of this node's ranks; None of one that has not ended."""
-        return [rank.proc.poll() for rank in self._ranks().subprocess_handlers.values()]
+        handlers = self._ranks().subprocess_handlers
+        return [handlers[rank].proc.poll() for rank in sorted(handlers)]
 
     def _ranks(self) -> SubprocessContext:
         assert isinstance(self._pcontext, SubprocessContext)
@@ -104,6 +108,8 @@ def main(argv: list[str]) -> int:
     # It warns of each signal that it gives to ranks, also of those that stop them in order.
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # Of ranks that failed it names one, which mostly was ended for the sake of another.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(each.name for each in _SIGNALS)
     end_with_parent()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
@@ -157,6 +163,13 @@ def _run(nodes: Nodes, ranks: int, args: list[str]) -> int:
         # The last line of a supervisor's log.
         log.critical("%s", refusal)
     return min(own) if own else REFUSED if refusal and nodes.rank == 0 else _FAILED
+
+
+def _how_it_ended(rank: int, status: int) -> str:
+    if status > 0:
+        return f"rank {rank} ended with status {status}"
+    means = ", which the kernel sends where memory is lacking" if status == -signal.SIGKILL else ""
+    return f"rank {rank} was ended by signal {-status}{means}"
 
 
 def _log_format(args: list[str]) -> str:

@@ -81,9 +81,25 @@ def test_a_rank_that_dies_ends_one_that_hangs_and_nobody_asks_that_to_take_leave
     # A dollar is nothing that torch's agent may put something in the place of.
     folder = tmp_path / "$$of ${local_rank}"
     folder.mkdir()
-    ended = subprocess.run(runs_ranks(RANK, 1, 0, 0, folder), timeout=120, check=False)
+    command = runs_ranks(RANK, 1, 0, 0, folder)
+    ended = subprocess.run(command, timeout=120, check=False, capture_output=True, text=True)
     assert ended.returncode == 1
+    # The one that died by itself, and not the one that was ended for it.
+    assert "rank 1 ended with status 7" in ended.stderr
+    assert "rank 0" not in ended.stderr
     assert [each.name for each in folder.iterdir()] == ["ready"]
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (1, "rank 3 ended with status 1"),
+        (-11, "rank 3 was ended by signal 11"),
+        (-9, "rank 3 was ended by signal 9, which the kernel sends where memory is lacking"),
+    ],
+)
+def test_how_a_rank_ended_is_said_with_what_a_kill_mostly_means(status: int, said: str) -> None:
+    assert node._how_it_ended(3, status) == said
 
 
 TELLS_ITS_PLACE = """
