@@ -198,6 +198,10 @@ class _Server:
             self._parts.crashes.close()
             self._parts.shortage.forget()
         await cancel_all(failures)
+        for task in failures:
+            if not task.cancelled():
+                # Where a rank has died, several find out; one of them was told of.
+                task.exception()
         stopping = Unavailable("the trainer is stopping; the operation runs after its restart")
         self._parts.executor.abandon(stopping)
         carrier.close()
