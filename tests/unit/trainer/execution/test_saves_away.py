@@ -81,7 +81,7 @@ async def test_a_save_whose_storage_goes_away_in_the_middle_waits_too(
 async def test_a_save_is_given_up_after_minutes_and_may_be_sent_again(
     tmp_path: Path, model_state: ModelState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held_up, "AWAY_S", 0.05)
+    monkeypatch.setattr(held_up, "AWAY_S", 1.0)
     async with running(tmp_path, model_state) as trainer:
         await stepped(trainer)
         told = (await trainer.comes_to(save(MINE, 2))).error

@@ -209,7 +209,7 @@ async def test_what_waits_for_its_storage_is_not_blamed_when_the_trainer_dies(
 async def test_a_load_is_given_up_after_minutes_and_may_be_sent_again(
     tmp_path: Path, model_state: ModelState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held_up, "AWAY_S", 0.05)
+    monkeypatch.setattr(held_up, "AWAY_S", 1.0)
     async with running(tmp_path, model_state) as trainer:
         told = (await trainer.comes_to(load("a", 1))).error
         assert told.code == "storage_away" and "again when the storage is back" in told.message
