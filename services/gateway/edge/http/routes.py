@@ -127,10 +127,8 @@ class Call(msgspec.Struct, frozen=True):
 
     async def json(self, kind: type[T]) -> T:
         """The JSON body as a struct. Raises InvalidRequest or TooLarge."""
-        with self.budget.account(self.owner) as account:
-            body = messages.parse(kind, await self._body(account))
-        self.act.saw(lambda name: getattr(body, name, None))
-        return body
+        async with self.read(kind) as body:
+            return body
 
     @asynccontextmanager
     async def read(self, kind: type[T]) -> AsyncIterator[T]:
