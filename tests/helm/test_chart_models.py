@@ -51,6 +51,20 @@ def test_the_download_has_the_environment_of_what_it_is_for(component: str) -> N
     assert more["extraEnv"][0] in download["env"]
 
 
+@pytest.mark.parametrize("component", ["trainer", "sampler"])
+def test_a_quota_that_asks_each_container_for_limits_admits_the_download(component: str) -> None:
+    """It runs before the pod's own container, and so takes nothing that the pod does not have anyway."""
+    each = {"requests": {"cpu": "2", "memory": "4Gi"}, "limits": {"cpu": "3", "memory": "8Gi"}}
+    processes = {"trainer": {"ranks": 2}, "sampler": {"tensorParallelSize": 2}}[component]
+    values = {component: {"resources": each} | processes, "device": "cuda"}
+    (one,) = workloads(render(PINNED | values), component)
+    (download,) = pod(one)["initContainers"]
+    assert download["resources"] == {
+        "requests": {"cpu": "4", "memory": "8Gi"},
+        "limits": {"cpu": "6", "memory": "16Gi"},
+    }
+
+
 def test_what_is_downloaded_lies_where_it_is_loaded_from(tmp_path: Path) -> None:
     """The container's own program, on a cache that has the revision."""
     (one,) = workloads(render(PINNED), "trainer")

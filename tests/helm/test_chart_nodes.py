@@ -160,7 +160,29 @@ def test_the_longest_names_are_names_to_kubernetes() -> None:
         ({"zeroStage": 3, "zeroReplicaRanks": 8, "ranks": 4, "nodes": 2}, "cannot cut a trainer of 8 ranks"),
         ({"nodes": 0}, "nodes"),
         ({"gpuMemoryShare": 0.5}, "trainer.gpuMemoryShare is for device cuda"),
+        (
+            {"ranks": 16},
+            "16 ranks on a CPU take 1072 MiB of /dev/shm, 67 each, and trainer.sharedMemory is 1Gi",
+        ),
+        ({"ranks": 2, "sharedMemory": "64Mi"}, "take 134 MiB of /dev/shm, 67 each"),
     ],
 )
 def test_a_trainer_that_could_not_start_is_refused(trainer: dict[str, Any], sentence: str) -> None:
     assert sentence in refusal({"trainer": trainer})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"trainer": {"ranks": 15}},
+        {"trainer": {"ranks": 2, "sharedMemory": "134Mi"}},
+        # One rank talks to nobody, those of several pods not by memory, and those on GPUs by what NCCL finds.
+        {"trainer": {"sharedMemory": "1Mi"}},
+        {"trainer": {"ranks": 16, "nodes": 2}},
+        {"trainer": {"ranks": 16}, "device": "cuda"},
+        {"trainer": {"ranks": 16, "enabled": False}},
+    ],
+    ids=str,
+)
+def test_ranks_whose_shared_memory_suffices_are_taken(values: dict[str, Any]) -> None:
+    assert render(values)

@@ -37,8 +37,8 @@
 {{ include "tinsmith.env" . }}
 {{- end -}}
 
-{{/* Resources of a pod: those of one rank or worker, as often as there are. Takes root, settings and count. */}}
-{{- define "tinsmith.modelResources" -}}
+{{/* Resources of a pod's containers: those of one rank or worker, as often as there are. Takes root, settings and count. */}}
+{{- define "tinsmith.processResources" -}}
 {{- $count := .count -}}
 {{- $resources := dict -}}
 {{- range $kind, $amounts := .settings.resources | default dict -}}
@@ -49,9 +49,15 @@
 {{- end -}}
 {{- $_ := set $resources $kind $all -}}
 {{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}
+
+{{/* The same and its GPUs. */}}
+{{- define "tinsmith.modelResources" -}}
+{{- $resources := include "tinsmith.processResources" . | fromYaml -}}
 {{- if eq .root.Values.device "cuda" -}}
 {{- $limits := $resources.limits | default dict -}}
-{{- $_ := set $limits (.settings.gpuResource | default .root.Values.gpuResource) ($count | int64 | toString) -}}
+{{- $_ := set $limits (.settings.gpuResource | default .root.Values.gpuResource) (.count | int64 | toString) -}}
 {{- $_ := set $resources "limits" $limits -}}
 {{- end -}}
 {{- toYaml $resources -}}
@@ -76,6 +82,11 @@
 {{- end -}}
 {{- if and (ne $group 1) (or (ge $group $ranks) (ne (mod $ranks $group) 0)) -}}
 {{- fail (printf "model %q: trainer.zeroReplicaRanks %d cannot cut a trainer of %d ranks into several groups of so many: set a divisor below that" .model.name $group $ranks) -}}
+{{- end -}}
+{{- /* DeepSpeed's segment for each rank, where all are in one pod: one without room for it ends a rank by a signal. */ -}}
+{{- $shared := mul $ranks 67 -}}
+{{- if and (eq .root.Values.device "cpu") (eq ($own.nodes | default 1 | int64) 1) (gt $ranks 1) (gt $shared (include "tinsmith.mebibytes" $own.sharedMemory | int64)) -}}
+{{- fail (printf "model %q: %d ranks on a CPU take %d MiB of /dev/shm, 67 each, and trainer.sharedMemory is %v: raise it" .model.name $ranks $shared $own.sharedMemory) -}}
 {{- end -}}
 {{- end -}}
 
@@ -242,8 +253,9 @@ exec:
   {{- include "tinsmith.envFrom" . | nindent 2 }}
   env:
     {{- include "tinsmith.modelEnv" . | nindent 4 }}
+  # What the pod has anyway: a quota may ask each container for limits.
   resources:
-    requests: {cpu: 100m, memory: 256Mi}
+    {{- include "tinsmith.processResources" . | nindent 4 }}
   securityContext:
     {{- toYaml (.root.Values.containerSecurityContext | default dict) | nindent 4 }}
   volumeMounts:
