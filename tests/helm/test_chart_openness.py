@@ -185,7 +185,8 @@ def test_models_may_be_kept_on_each_node() -> None:
             assert homes[name].startswith("/cache"), name
         assert {"name": "cache", "mountPath": "/cache"} in container(one)["volumeMounts"]
         volumes = {volume["name"]: volume for volume in pod(one)["volumes"]}
-        assert volumes["cache"]["hostPath"]["path"] == "/var/lib/tinsmith"
+        # Kubernetes would make it as root's, and no pod of ours could write there.
+        assert volumes["cache"]["hostPath"] == {"path": "/var/lib/tinsmith", "type": "Directory"}
     (gateway,) = workloads(objects, "gateway")
     assert "cache" not in {volume["name"] for volume in pod(gateway)["volumes"]}
 
@@ -230,6 +231,19 @@ def test_drained_nodes_leave_all_but_one_of_several_replicas() -> None:
     # A budget for a single pod would keep its node from ever being drained.
     alone = render({"gateway": {"replicas": 1}})
     assert not [one for one in alone if one["kind"] == "PodDisruptionBudget"]
+
+
+def test_a_node_may_be_drained_of_replicas_that_are_not_ready_whatever_becomes_of_the_others() -> None:
+    """While Redis is away no gateway is ready, and samplers load for minutes."""
+
+    def policies(kubernetes: str) -> list[str | None]:
+        objects = render({"sampler": {"replicas": 3}}, kubernetes=kubernetes)
+        budgets = [one["spec"] for one in objects if one["kind"] == "PodDisruptionBudget"]
+        return [spec.get("unhealthyPodEvictionPolicy") for spec in budgets]
+
+    assert policies("1.27.0") == ["AlwaysAllow", "AlwaysAllow"]
+    # Before it is not known, or not by default.
+    assert policies("1.26.0") == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -339,6 +353,13 @@ def test_each_example_renders_for_what_it_says(example: Any) -> None:
     for one in workloads(objects, "trainer") + workloads(objects, "sampler"):
         assert f"--device={kind}" in container(one)["args"]
         assert ("nvidia.com/gpu" in container(one)["resources"]["limits"]) == (kind == "cuda")
+
+
+def test_no_proxy_of_an_example_ends_an_answer_that_is_still_generated() -> None:
+    """One of OpenAI's API that is not streamed begins when it is whole."""
+    values = yaml.safe_load((ROOT / "examples" / "values" / "four-nodes.yaml").read_text())
+    found = pick(render(values), "Ingress", "tinsmith-gateway")["metadata"]["annotations"]
+    assert int(found["nginx.ingress.kubernetes.io/proxy-read-timeout"]) >= 3600
 
 
 def test_there_is_an_example_for_a_cpu_one_gpu_four_nodes_samplers_by_load_and_a_trainer_of_two_nodes() -> (

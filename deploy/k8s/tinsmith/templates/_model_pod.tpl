@@ -210,7 +210,8 @@ exec:
 - name: cache
   hostPath:
     path: {{ . }}
-    type: DirectoryOrCreate
+    # One that Kubernetes makes is root's, and none of these pods could write there.
+    type: Directory
 {{- end }}
 {{- include "tinsmith.identityVolume" . }}
 {{- include "tinsmith.extraVolumes" . }}
