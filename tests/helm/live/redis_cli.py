@@ -20,6 +20,8 @@ def main(words: list[str]) -> int:
     try:
         with socket.create_connection(("127.0.0.1", int(port)), timeout=60) as connection:
             stream = connection.makefile("rwb")
+            if password := os.environ.get("REDISCLI_AUTH"):
+                ask(stream, "auth", password)
             if words[0] == "--rdb":
                 ask(stream, "save")
                 _, folder, _, name = [
