@@ -131,7 +131,7 @@ class World:
         """Will have the thread take them when all of this turn of the loop are there."""
         self._broken: WorldFailure | None = None
         """Of the engine's thread, which must see it before the next call that waits there already."""
-        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._failure: asyncio.Future[None] = unheard(asyncio.get_running_loop().create_future())
         self._writing = asyncio.Lock()
         self._snapshots = asyncio.Semaphore(SNAPSHOTS)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from datetime import timedelta
 from typing import cast
 
@@ -84,6 +86,19 @@ async def test_a_rank_that_cannot_gather_ends_and_asks_nobody_first(thread: Work
     with pytest.raises(WorldFailure, match="ReadState broke off"):
         await world.state("m")
     assert channel.agreed == before, "the others are in a collective"
+
+
+async def test_a_world_that_failed_and_is_forgotten_leaves_no_complaint(thread: WorkerThread) -> None:
+    """Else the interpreter tells of it whenever it collects garbage, also in the middle of something else."""
+    complaints: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, about: complaints.append(about))
+    engine = Spread()
+    engine.broken = True
+    with pytest.raises(WorldFailure):
+        await World(thread, cast(Engine, engine), Told(), 5).state("m")
+    await asyncio.sleep(0)
+    gc.collect()
+    assert complaints == []
 
 
 @pytest.mark.parametrize(
