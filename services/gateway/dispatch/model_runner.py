@@ -163,7 +163,7 @@ class ModelRunner:
             await self._fail_pending(error_result(errors.to_pb(retired(index.base_model))))
             return 0.0
         if trainer is None:
-            await self._pause(self._missing_reason())
+            await self._pause(plan.missing_reason(self._base_model))
             return self._settings.trainer_poll
         restarted = trainer.incarnation != self._incarnation
         wait = self._not_before - asyncio.get_running_loop().time()
@@ -196,10 +196,6 @@ class ModelRunner:
             # Nothing more will come; whoever takes the model down needs the lease.
             return None
         return min(left, _IDLE_CHECK_S)
-
-    def _missing_reason(self) -> str:
-        seen = self._incarnation is not None or bool(self._trainers.serving(self._base_model))
-        return plan.missing_reason(self._base_model, seen)
 
     async def _synchronise(self, trainer: ServiceRecord) -> bool:
         """Finds out where the trainer is with this model, after bringing it back if need be."""
@@ -239,7 +235,7 @@ class ModelRunner:
         if await self._recovery.ends_with_restore(error, wait):
             return
         self._not_back.failed(self.model_id, error)
-        await self._pause(plan.not_back_reason(error, self._missing_reason()), wait)
+        await self._pause(plan.not_back_reason(error, plan.missing_reason(self._base_model)), wait)
 
     async def _send(self, index: JournalIndex, trainer: ServiceRecord, quiet: bool) -> float:
         begun, step = self._position, self._plan(index.entries, trainer, max(index.floor, index.durable))
@@ -349,7 +345,7 @@ class ModelRunner:
         # The runner ends all calls when it synchronises, this one too: that is asked for last.
         if action is Action.AWAIT_TRAINER:
             self._delay()
-            await self._pause(self._missing_reason())
+            await self._pause(plan.missing_reason(self._base_model))
         elif action is Action.FAIL and send.replayed:
             await self._replay_failed(send.seq_id, error)
         elif action is Action.FAIL:

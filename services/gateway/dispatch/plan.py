@@ -347,11 +347,10 @@ def closing_result(operation: operation_pb2.Operation, result: results_pb2.Opera
     return error_result(errors.to_pb(reason))
 
 
-def missing_reason(base_model: str, seen: bool) -> str:
-    """Why a model's operations wait when no trainer is ready. `seen`: one was there before."""
-    if seen:
-        return f"the trainer for {base_model} is restarting; the request will go on when it is back"
-    return f"no trainer for {base_model} is running; the request will run when one is"
+def missing_reason(base_model: str) -> str:
+    """Why a model's operations wait when no trainer is ready: whether one comes back or starts for the first
+    time a gateway that was just started cannot tell."""
+    return f"no trainer for {base_model} is ready; the request will go on when one is"
 
 
 def gap_reason(gap: Gap, most: float) -> str:

@@ -316,7 +316,7 @@ class SampleDispatcher:
                 if self._replicas.retired(base_model):
                     raise retired(base_model)
                 if not waiting:
-                    reason = f"no sampler for {base_model} is running; the request will run when one is"
+                    reason = f"no sampler for {base_model} is ready; the request will run when one is"
                     await self._journal.note_waiting(request_id, reason)
                     waiting = True
                 tries.number += 1

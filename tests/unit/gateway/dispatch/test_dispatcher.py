@@ -205,7 +205,7 @@ async def test_without_a_trainer_operations_wait_and_say_why(
     await gateway.accept(create())
     view = await gateway.futures.wait(ids.request_id(MODEL, 0), 0.3)
     assert (view.state, view.queue_state) == ("pending", "paused_capacity")
-    assert view.queue_state_reason == f"no trainer for {BASE} is running; the request will run when one is"
+    assert view.queue_state_reason == (f"no trainer for {BASE} is ready; the request will go on when one is")
     async with serving(redis_client, trainer, "trainer-0"):
         await gateway.result(0)
         trainer.gate.clear()
