@@ -31,6 +31,7 @@ from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc, trainer_pb2, tra
 _RPC_TIMEOUT_S = 3.0
 _REDIS_TIMEOUT_S = 15.0
 """A client of Redis tries for over a minute; who looks at a cluster that hangs is told sooner."""
+_NO_WRITES = "Redis takes no writes, as it cannot write to its disk: mostly it is full; its log says more"
 _IDENTITY_VARIABLE = "TINSMITH_IDENTITY"
 _ROOM = {
     "context_length": "contexts of {} tokens",
@@ -55,7 +56,7 @@ _USUAL = (None, 0, 1, "", "auto", "none")
 
 
 async def collect(data: DataDir, redis_url: str | None) -> dict[str, Any]:
-    """{"processes": [...], "services": [...]}; "error" when Redis cannot be asked."""
+    """{"processes": [...], "services": [...]}; "error" when Redis cannot be asked, or takes no writes."""
     report: dict[str, Any] = {"processes": _processes(data), "services": []}
     file = data.redis_url
     url = redis_url or (file.read_text() if file.exists() else None)
@@ -71,6 +72,8 @@ async def collect(data: DataDir, redis_url: str | None) -> dict[str, Any]:
             report["limits"], report["owners"] = usage.limits(records), await usage.collect(client)
             report["mixed_runners"] = model_runners.mixed(records)
             report["set_aside"] = [asdict(met) for met in await Poison(client).listed()]
+            if (await client.info("persistence")).get("aof_last_write_status", "ok") != "ok":
+                report["error"] = _NO_WRITES
     except (RedisError, TimeoutError) as error:
         why = str(error) or f"not within {_REDIS_TIMEOUT_S:g} s"
         report["error"] = f"Redis does not answer: {why}"
@@ -288,10 +291,11 @@ def _snapshot(snapshot: dict[str, Any]) -> str:
 
 
 def healthy(report: dict[str, Any]) -> bool:
-    """Every process is alive and every service answers."""
+    """Every process is alive and announced, and every service answers."""
     return (
         "error" not in report
         and bool(report["processes"])
+        and not report.get("unannounced")
         and all(entry["alive"] for entry in report["processes"])
         and not any("error" in entry for entry in report["services"])
     )

@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
+import signal
+import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import redis
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
 
 from services.common.contract.experts.routing import Routing
 from services.common.state.registry import ServiceRecord
 from services.common.storage.data_dir import DataDir
-from services.launcher import cli, status
+from services.launcher import cli, machine, redis_server, status
 
 
 def test_status_of_a_directory_where_nothing_runs(
@@ -57,6 +64,42 @@ async def test_status_says_which_processes_have_not_announced_themselves(
     report = await status.collect(data, redis_url)
     assert report["unannounced"] == ["trainer-0"]
     assert "trainer-0  is not announced: it loads, hangs, or does not reach Redis" in status.show(report)
+
+
+async def test_a_process_that_is_not_announced_is_not_well(tmp_path: Path, redis_url: str) -> None:
+    data = DataDir(tmp_path)
+    data.run.mkdir(parents=True)
+    (data.run / "redis-0.pid").write_text(str(os.getpid()))
+    assert status.healthy(await status.collect(data, redis_url))
+    (data.run / "gateway-0.pid").write_text(str(os.getpid()))
+    assert not status.healthy(await status.collect(data, redis_url))
+
+
+def test_status_says_that_redis_takes_no_writes_when_its_disk_is_full(tmp_path: Path) -> None:
+    def small_files() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    def told() -> dict[str, Any]:
+        return asyncio.run(status.collect(DataDir(tmp_path), urls["operator"]))
+
+    process, urls = redis_server.prepare(tmp_path / "redis", machine.free_port(), "everysec", 700 << 20)
+    server = subprocess.Popen(process.argv, stdout=subprocess.DEVNULL, preexec_fn=small_files)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "redis-0.pid").write_text(str(server.pid))
+    patient = redis.Redis.from_url(urls["operator"], retry=Retry(ConstantBackoff(0.1), 300))
+    try:
+        with patient as client:
+            client.ping()
+            assert status.healthy(told())
+            with pytest.raises(redis.ResponseError, match="MISCONF"):
+                for number in range(100):
+                    client.set(f"filling:{number}", "x" * 50_000)
+        assert told()["error"].startswith("Redis takes no writes")
+        assert not status.healthy(told())
+    finally:
+        server.kill()
+        server.wait(60)
 
 
 def test_ranks_of_a_trainer_are_announced_by_their_first() -> None:
