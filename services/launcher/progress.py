@@ -1,6 +1,7 @@
 """What `tinsmith up` shows: who is still loading, warnings from the logs, and what to export.
 
-On a terminal one line says what is being waited for; elsewhere only changes are printed.
+On a terminal one line says what is waited for, and what that does by its log; elsewhere one does every half
+minute.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
+import json
 import os
 import re
 import shlex
+import shutil
 import socket
 import sys
 import time
@@ -19,7 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Errors of any kind, but only our own warnings: the libraries warn about what is meant to be so.
-_NOTEWORTHY = re.compile(r"\b(ERROR|CRITICAL|Traceback)\b|^\d\d:\d\d:\d\d WARNING|^[\w.]*Error\b")
+_NOTEWORTHY = re.compile(
+    r'\b(ERROR|CRITICAL|Traceback)\b|^\d\d:\d\d:\d\d WARNING|^{"time".*"level": "WARNING"|^[\w.]*Error\b'
+)
+_OURS = re.compile(r"\d\d:\d\d:\d\d [A-Z]+ +\[[^]]*\] [\w.]+: (.*)")
+_AGAIN_S = 30.0
+"""Where there is no terminal, what is waited for is said this often."""
 _CLEAR = "\r\033[K"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _GB = 1e9
@@ -114,6 +122,15 @@ def downloaded(source: str) -> int:
     return found
 
 
+def _doing(line: str) -> str:
+    """What a process of ours says in a line of its log; empty = nothing."""
+    if line.startswith('{"time"'):
+        with contextlib.suppress(ValueError):
+            return str(json.loads(line).get("message", ""))
+    found = _OURS.match(line)
+    return found[1] if found else ""
+
+
 class Progress:
     """Prints to stdout.
 
@@ -131,6 +148,9 @@ class Progress:
         self._tty = sys.stdout.isatty()
         self._spinner = itertools.cycle(_SPINNER)
         self._serving = False
+        self._said: dict[str, str] = {}
+        """By process, what its log says that it does."""
+        self._say_at = self._started + _AGAIN_S
 
     def note(self, text: str) -> None:
         """One line that stays."""
@@ -143,14 +163,20 @@ class Progress:
                 self.note(f"{source} is not here yet: it is downloaded from the Hugging Face hub first")
 
     def waiting(self, names: list[str]) -> None:
-        """Shows who is still loading."""
+        """Shows who is still loading, and what the first of them does at present."""
         self.follow()
-        if self._tty and names:
-            seconds = time.monotonic() - self._started
-            here = "".join(
-                f"; {downloaded(source) / _GB:.1f} GB of {source} are here" for source in self._hub
-            )
-            self._write(f"{_CLEAR}{next(self._spinner)} {seconds:3.0f} s  loading {', '.join(names)}{here}")
+        now = time.monotonic()
+        if not names or not (self._tty or now >= self._say_at):
+            return
+        self._say_at = now + _AGAIN_S
+        here = "".join(f"; {downloaded(source) / _GB:.1f} GB of {source} are here" for source in self._hub)
+        does = self._said.get(names[0], "")
+        said = f"{now - self._started:3.0f} s  loading {', '.join(names)}{here}{does and f'; {does}'}"
+        if self._tty:
+            columns = shutil.get_terminal_size().columns
+            self._write(_CLEAR + f"{next(self._spinner)} {said}"[: columns - 1])
+        else:
+            self.note(said.strip())
 
     def ready(self, endpoint: Endpoint, api_key: str, model: str) -> None:
         """Says how to use the cluster."""
@@ -167,6 +193,8 @@ class Progress:
         noteworthy once the cluster serves."""
         for path in sorted(self._log_dir.glob("*.log")):
             for line in self._new_lines(path):
+                if not self._serving:
+                    self._said[path.stem] = _doing(line) or self._said.get(path.stem, "")
                 if self._verbose or (self._serving and _NOTEWORTHY.search(line)):
                     self.note(f"{path.stem:>10} | {line}")
 

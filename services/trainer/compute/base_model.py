@@ -121,8 +121,8 @@ def _load_collectives() -> None:
     with (folder / "in-use").open("w") as users:
         fcntl.flock(users, fcntl.LOCK_EX)
         (folder / "lock").unlink(missing_ok=True)
-        if not (folder / f"{builder.name}.so").exists():
-            logger.info("compiling DeepSpeed's collectives, once; that may take minutes")
+        # Only ninja knows whether what is there is of this environment.
+        logger.info("DeepSpeed's collectives: where they have to be compiled first, that takes minutes, once")
         builder.load(verbose=False)
 
 

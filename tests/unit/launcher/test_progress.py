@@ -6,6 +6,7 @@ import errno
 import io
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,51 @@ def test_what_is_downloaded_is_told_and_how_much_of_it_is_here(
     assert capsys.readouterr().out == ""
     progress.waiting(["trainer-0"])
     assert "loading trainer-0; 0.3 GB of org/model are here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "12:00:00 INFO    [trainer-0] services.trainer.server: compiling, once",
+        '{"time": "2026-11-27T12:00:00Z", "level": "INFO", "message": "compiling, once"}',
+    ],
+)
+def test_who_waits_for_long_is_told_for_what_also_without_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    (tmp_path / "trainer-0.log").write_text(f"{line}\nLoading weights:   0%\n")
+    progress = Progress(tmp_path, verbose=False)
+    progress.waiting(["trainer-0", "sampler-0"])
+    clock[0] = 129.0
+    progress.waiting(["trainer-0", "sampler-0"])
+    assert capsys.readouterr().out == ""
+    for clock[0] in (131.0, 132.0, 162.0):
+        progress.waiting(["trainer-0", "sampler-0"])
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == [f"{past} s  loading trainer-0, sampler-0; compiling, once" for past in (31, 62)]
+
+
+def test_what_is_waited_for_stays_on_one_line_of_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    (tmp_path / "trainer-0.log").write_text(f"12:00:00 INFO [t] a.b: loading{' much' * 50}\n")
+    Progress(tmp_path, verbose=False).waiting(["trainer-0"])
+    shown = capsys.readouterr().out.removeprefix("\r\033[K")
+    assert len(shown) == 59
+    assert "loading trainer-0; loading much much" in shown
+
+
+def test_a_serving_cluster_shows_warnings_of_logs_in_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = Progress(tmp_path, verbose=False)
+    progress.ready(Endpoint("127.0.0.1", 1, 2), "tml-key", "a/b")
+    capsys.readouterr()
+    lines = [f'{{"time": "now", "level": "{level}", "message": "said"}}' for level in ("INFO", "WARNING")]
+    (tmp_path / "gateway-0.log").write_text("\n".join([*lines, ""]))
+    progress.follow()
+    assert capsys.readouterr().out.count("\n") == 1
