@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -100,17 +100,17 @@ async def _pages(
 
 
 async def _sessions(args: argparse.Namespace, ask: Ask) -> None:
-    heading = f"{'SESSION':<40}{'OWNER':<20}{'MADE':<18}{'HEARD OF':<18}{'MODELS':>6}  STATE  NAME"
     request = admin_pb2.ListClusterSessionsRequest(owner=args.owner)
+    heading = f"{'SESSION':<38}{'OWNER':<14}{'MADE':>6}{'HEARD':>7}{'MODELS':>8}  STATE  NAME"
     async for one, _ in _pages(ask, heading, "ListClusterSessions", request, "sessions", args.most):
-        print(session_line(one))
+        print(session_line(one, time.time()))
 
 
-def session_line(session: admin_pb2.ClusterSession) -> str:
+def session_line(session: admin_pb2.ClusterSession, now: float) -> str:
     """A line of the list of sessions; as `service_line`."""
-    made, heard = _date(session.created_at), _date(session.last_heard_of_at)
+    made, heard = _ago(session.created_at, now), _ago(session.last_heard_of_at, now)
     return (
-        f"{session.session_id:<38}  {session.owner:<18}  {made:<16}  {heard:<16}  {session.models:>6}  "
+        f"{session.session_id:<36}  {session.owner:<12}  {made:>6}{heard:>7}  {session.models:>6}  "
         f"{'over' if session.over else 'open':<5}  {session.display_name or session.project_id or '-'}"
     )
 
@@ -172,27 +172,31 @@ async def _drop(args: argparse.Namespace, ask: Ask) -> None:
 
 
 async def _owners(args: argparse.Namespace, ask: Ask) -> None:
-    head = ("SESSIONS", "MODELS", "CHECKPOINTS", "CHECKPOINT MiB", "SNAPSHOT MiB", "WAITING", "STATE MiB")
-    heading = f"{'OWNER':<20}" + "".join(f"{name:>15}" for name in head)
     limits: admin_pb2.OwnerLimits | None = None
-    async for one, answer in _pages(
-        ask, heading, "ListOwners", admin_pb2.ListOwnersRequest(), "owners", args.most
-    ):
+    request = admin_pb2.ListOwnersRequest()
+    async for one, answer in _pages(ask, OWNERS, "ListOwners", request, "owners", args.most):
         limits = answer.limits
-        figures = (
-            one.sessions,
-            one.models,
-            one.checkpoints,
-            one.checkpoint_bytes >> 20,
-            one.snapshot_bytes >> 20,
-            one.waiting_operations,
-            one.state_bytes >> 20,
-        )
-        print(f"{one.owner:<20}" + "".join(f"{figure:>15}" for figure in figures))
+        print(owner_line(one))
     if limits is not None:
         files = f"{limits.checkpoint_bytes >> 20}" if limits.checkpoint_bytes else "no bound"
-        most = (limits.sessions, limits.models, limits.checkpoints, files)
-        print(f"{'each may have':<20}" + "".join(f"{figure:>15}" for figure in most))
+        print(_owner("each may have", (limits.sessions, limits.models, limits.checkpoints, files)))
+
+
+def owner_line(owner: admin_pb2.OwnerUse) -> str:
+    """A line of the list of owners; as `service_line`."""
+    sizes = (size >> 20 for size in (owner.checkpoint_bytes, owner.snapshot_bytes, owner.state_bytes))
+    counts = (owner.sessions, owner.models, owner.checkpoints)
+    return _owner(owner.owner, (*counts, *sizes, owner.waiting_operations))
+
+
+def _owner(name: str, cells: Iterable[object]) -> str:
+    return f"{name:<14}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=False))
+
+
+_WIDTHS = (10, 8, 7, 11, 13, 11, 9)
+OWNERS = _owner("OWNER", ("SESSIONS", "MODELS", "SAVED", "SAVED MiB", "UNNAMED MiB", "REDIS MiB", "WAITING"))
+"""Heading of the list of owners: what is saved is checkpoints, what has no name snapshots for samplers; and
+operations wait."""
 
 
 _VERBS: dict[str, Callable[[argparse.Namespace, Ask], Awaitable[None]]] = {
@@ -210,3 +214,10 @@ _VERBS: dict[str, Callable[[argparse.Namespace, Ask], Awaitable[None]]] = {
 
 def _date(at: Any) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(at.ToSeconds()))
+
+
+def _ago(at: Any, now: float) -> str:
+    """How long ago, in the largest unit of which it is two at least, so that a column stays narrow."""
+    seconds = max(0, int(now - at.ToSeconds()))
+    sizes = ((86_400, "d"), (3_600, "h"), (60, "m"))
+    return next((f"{seconds // size} {unit}" for size, unit in sizes if seconds >= 2 * size), f"{seconds} s")

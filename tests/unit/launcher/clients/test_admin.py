@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from services.launcher.clients.admin import service_line, session_line
+from services.launcher.clients.admin import OWNERS, owner_line, service_line, session_line
 from tinsmith.v1 import admin_pb2
 
 
@@ -36,6 +36,30 @@ def test_an_owner_with_a_long_name_stays_apart_from_the_date_of_a_session() -> N
     session = admin_pb2.ClusterSession(
         session_id="s" * 41, owner="team-of-reinforcement-learning", models=1234567, display_name="run 7"
     )
-    told = [cell.strip() for cell in session_line(session).split("  ") if cell]
-    never = time.strftime("%Y-%m-%d %H:%M", time.localtime(0))
-    assert told == [session.session_id, session.owner, never, never, "1234567", "open", "run 7"]
+    session.created_at.FromSeconds(400_000)
+    session.last_heard_of_at.FromSeconds(999_950)
+    told = [cell.strip() for cell in session_line(session, 1_000_000).split("  ") if cell]
+    assert told == [session.session_id, session.owner, "6 d", "50 s", "1234567", "open", "run 7"]
+
+
+def test_what_an_operator_lists_fits_a_terminal_of_100_columns() -> None:
+    session = admin_pb2.ClusterSession(session_id="1552a17e-da96-4425-b625-913356d80723", owner="operator")
+    assert len(session_line(session, time.time())) < 90
+    figures = admin_pb2.OwnerUse(
+        owner="operator",
+        sessions=12_345,
+        models=12_345,
+        checkpoints=12_345,
+        checkpoint_bytes=12_345_678 << 20,
+        snapshot_bytes=1_234_567 << 20,
+        state_bytes=123_456 << 20,
+        waiting_operations=123_456,
+    )
+    line = owner_line(figures)
+    assert len(line) == len(OWNERS) < 90
+    assert line.split() == ["operator", *3 * ["12345"], "12345678", "1234567", "123456", "123456"]
+
+
+def test_an_owner_with_a_long_name_stays_apart_from_what_it_has() -> None:
+    owner = admin_pb2.OwnerUse(owner="team-of-reinforcement-learning", sessions=1234567)
+    assert owner_line(owner).split()[:2] == [owner.owner, "1234567"]
