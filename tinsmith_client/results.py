@@ -1,12 +1,14 @@
 """Results of accepted work.
 
 Invariant: a result is read in pieces, so it may be larger than any message; a read that breaks off is
-repeated. What `as_completed` has read counts no more for what the API key may keep.
+repeated. What `as_completed` has read counts no more for what the API key may keep. Who waits for work that
+does not go on is told why, by a warning of the logger `tinsmith_client`, once for each reason.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
@@ -17,7 +19,12 @@ from tinsmith_client.errors import CallFailed, RequestFailed
 
 T = TypeVar("T")
 
+log = logging.getLogger("tinsmith_client")
+
 _WAIT_S = 50.0
+_SILENT_S = 5.0
+"""Without a result for so long, the reason is asked for; then after each wait."""
+_ASKED_S = 10.0
 _READ_S = 600.0
 _AT_ONCE = 1024
 """Most results that one call may ask for."""
@@ -53,7 +60,7 @@ class Pending(Generic[T]):
             timeout: seconds; None: for ever.
 
         Raises:
-            TimeoutError: it is not there yet. Ask again.
+            TimeoutError: it is not there yet; after some seconds it says why. Ask again.
             RequestFailed: the work failed; or there is no such request or its result expired, with the code
                 not_found or gone.
             Unreachable: the service cannot be asked.
@@ -64,20 +71,37 @@ class Pending(Generic[T]):
             raise RequestFailed(self._known.error)
         return self._pick(self._known)
 
+    def waiting_for(self) -> str:
+        """Why the work does not go on at present; empty when it does, is done, or nobody could be asked."""
+        request = results_pb2.GetResultRequest(request_id=self.request_id, timeout_seconds=0)
+        with contextlib.suppress(CallFailed):
+            return str(self._calls.once("GetResult", request, _ASKED_S).waiting_for)
+        return ""
+
+    def _say_why(self, told: str) -> str:
+        """Tells what it waits for, unless that was told; what is known to be told then."""
+        reason = self.waiting_for()
+        if reason and reason != told:
+            log.warning("%s waits: %s", self.request_id, reason)
+        return reason
+
     def _wait(self, timeout: float | None) -> results_pb2.OperationResult:
         end = None if timeout is None else time.monotonic() + timeout
+        turn, told = _SILENT_S, ""
         for attempt in self._calls.attempts():
-            left = _WAIT_S if end is None else max(0.0, min(_WAIT_S, end - time.monotonic()))
+            left = turn if end is None else max(0.0, min(turn, end - time.monotonic()))
             began = time.monotonic()
             try:
                 found = self._read(left)
+                if found is not None:
+                    return found
+                if left == turn:
+                    turn, told = _WAIT_S, self._say_why(told)
             except CallFailed as error:
                 attempt.failed(error)
-                found = None
-            if found is not None:
-                return found
             if end is not None and time.monotonic() >= end:
-                raise TimeoutError(f"{self.request_id} has no result after {timeout:g} s")
+                why = told and f": {told}"
+                raise TimeoutError(f"{self.request_id} has no result after {timeout:g} s{why}")
             _rest(began, left)
         raise AssertionError("attempts end with an error")
 
@@ -108,9 +132,10 @@ def as_completed(pending: Iterable[Pending[T]], timeout: float | None = None) ->
     if not left:
         return
     calls = next(iter(left.values()))[0]._calls
+    turn, told = _SILENT_S, ""
     for attempt in calls.attempts():
         asked = list(left)[:_AT_ONCE]
-        most = _WAIT_S if len(left) <= _AT_ONCE else _TURN_S
+        most = turn if len(left) <= _AT_ONCE else _TURN_S
         seconds = most if end is None else max(0.0, min(most, end - time.monotonic()))
         had: list[str] = []
         began, number = time.monotonic(), len(left)
@@ -128,8 +153,11 @@ def as_completed(pending: Iterable[Pending[T]], timeout: float | None = None) ->
             let_go(calls, had)
         if not left:
             return
+        if len(left) == number and seconds == turn and attempt.error is None:
+            turn, told = _WAIT_S, next(iter(left.values()))[0]._say_why(told)
         if end is not None and time.monotonic() >= end:
-            raise TimeoutError(f"{len(left)} requests have no result after {timeout:g} s")
+            why = told and f": {told}"
+            raise TimeoutError(f"{len(left)} requests have no result after {timeout:g} s{why}")
         if len(left) == number:
             _rest(began, seconds)
         for request_id in asked:

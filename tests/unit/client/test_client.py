@@ -5,25 +5,23 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
 from concurrent import futures
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import pytest
 
 from services.common.contract import ids
 from services.common.state import keys
-from tests.unit.gateway.edges import ALICE, BASE, LORA, Edges, running
-from tinsmith.v1 import checkpoints_pb2, models_pb2, sampling_pb2, service_pb2_grpc, training_pb2
+from tests.unit.client.models import model_of, waiting
+from tests.unit.gateway.edges import ALICE, BASE, Edges
+from tinsmith.v1 import checkpoints_pb2, sampling_pb2, service_pb2_grpc, training_pb2
 from tinsmith_client import (
     Changed,
     Client,
     Model,
     Refused,
     RequestFailed,
-    Session,
     Span,
     Unreachable,
     as_completed,
@@ -37,32 +35,6 @@ from tinsmith_client import results as client_results
 from tinsmith_client.calls import Calls
 from tinsmith_client.sampling import Sampler, _fresh
 from tinsmith_client.tensors import tensor
-
-T = TypeVar("T")
-
-
-@pytest.fixture
-async def edges(redis_url: str, tmp_path: Path) -> AsyncIterator[Edges]:
-    async with running(redis_url, tmp_path) as found:
-        yield found
-
-
-async def waiting(function: Callable[..., T], *args: Any, **named: Any) -> T:
-    """What a function of the client, which blocks, comes to while the gateway runs here."""
-    return await asyncio.to_thread(function, *args, **named)
-
-
-async def model_of(edges: Edges, client: Client) -> tuple[Session, Model]:
-    session = await waiting(client.create_session)
-    creating = asyncio.create_task(waiting(session.create_model, BASE, rank=4))
-    model_id = f"{session.session_id}:train:0"
-    async with asyncio.timeout(60):
-        while await edges.app.models._models.get(model_id) is None:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        while await edges.operation(model_id, 0) is None:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    await edges.answer(model_id, 0, create_model=models_pb2.CreateModelResult(lora=LORA))
-    return session, await creating
 
 
 def test_it_needs_neither_torch_nor_numpy_nor_the_services() -> None:
