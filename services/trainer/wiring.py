@@ -5,6 +5,8 @@ Invariant: every store, queue and writer of rank 0 is made here, once.
 
 from __future__ import annotations
 
+from functools import partial
+
 import redis.asyncio
 import torch
 
@@ -24,6 +26,7 @@ from services.trainer.execution.resident_models import Model
 from services.trainer.execution.states import States, staging_of
 from services.trainer.files.base import Base
 from services.trainer.files.checkpoints import CheckpointStore
+from services.trainer.files.volume import check_same, identified
 from services.trainer.order.scheduler import Limits
 from services.trainer.publish.broadcast import Broadcaster
 from services.trainer.publish.publisher import Publisher
@@ -90,7 +93,12 @@ class Trainer:
             engine.adapter_host_bytes,
             Restores(self.crashes),
         )
-        checkpoints = CheckpointStore(connect(config.checkpoint_store, data), base, staging)
+        checkpoints = CheckpointStore(
+            connect(config.checkpoint_store, data),
+            base,
+            staging,
+            (lambda: None) if config.checkpoint_store else partial(check_same, data, identified(data)),
+        )
 
         # What sends weights to samplers.
         self.broadcaster = Broadcaster(

@@ -189,6 +189,7 @@ class ControlOps:
         return convert.loaded(work)
 
     async def _publish(self, model: Model, seq_id: int, work: Publish, release: Release) -> OperationResult:
+        await self._publisher.answers()
         try:
             with self._publisher.packing() as pack:
                 async with self._world.snapshot(model.model_id, optimizer=False) as (_, snapshot):

@@ -17,7 +17,7 @@ from prometheus_client import Counter
 from services.common.contract.errors import Overloaded, StorageAway, TinsmithError, by_code
 from services.common.contract.errors import to_pb as error_to_pb
 from services.common.telemetry.repeats import Repeats
-from services.trainer.convert import Export, Save
+from services.trainer.convert import Export, Publish, Save
 from services.trainer.execution.control_ops import ControlOps
 from services.trainer.execution.resident_models import Model, Operation, OperationResult, new_result
 
@@ -28,7 +28,7 @@ READS = Counter(
 )
 WRITES = Counter(
     "tinsmith_checkpoint_writes_failed_total",
-    "Checkpoints and exports that could not be written, as their storage was away",
+    "Checkpoints, exports and snapshots that could not be written, as their storage was away",
 )
 
 AWAY_S = 600.0
@@ -111,7 +111,7 @@ class HeldUp:
             self._away.over(model.model_id)
 
     def _count(self, model: Model, operation: Operation, error: StorageAway) -> None:
-        (WRITES if isinstance(operation.work, Save | Export) else READS).inc()
+        (WRITES if isinstance(operation.work, Save | Export | Publish) else READS).inc()
         self._away.failed(model.model_id, error)
 
     def _try_again(self, model: Model) -> None:

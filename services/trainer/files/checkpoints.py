@@ -149,12 +149,16 @@ class CheckpointStore:
 
     Args:
         staging: as of `read_state`.
+        check_same: raises StorageAway when the storage is not the one any more that it was.
     """
 
-    def __init__(self, storage: Storage, base: Base, staging: Path) -> None:
+    def __init__(
+        self, storage: Storage, base: Base, staging: Path, check_same: Callable[[], None] = lambda: None
+    ) -> None:
         self._storage = storage
         self._base = base
         self._staging = staging
+        self._check_same = check_same
 
     def save(
         self,
@@ -183,8 +187,9 @@ class CheckpointStore:
         """Asks the storage for what it has under a name.
 
         Raises:
-            StorageAway: it does not say at present.
+            StorageAway: it does not say at present, or is another one.
         """
+        self._check_same()
         try:
             self._storage.versions(model_id, checkpoint_id)
         except OSError as error:

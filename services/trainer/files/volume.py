@@ -1,8 +1,8 @@
 """The volume that the data directory is on: which it is, and what is free there.
 
 Invariants: a volume that is mounted in place of another is not taken for it, nor is the directory below one
-that is not mounted any more: no training state is written there. One thread at most asks what is free, and
-nobody waits for that longer than `_PATIENCE_S`, also while the volume does not answer.
+that is not mounted any more: no training state, checkpoint or snapshot is written there. One thread at most
+asks what is free, and nobody waits for that longer than `_PATIENCE_S`, also while the volume does not answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
-from services.common.contract.errors import Internal
+from services.common.contract.errors import Internal, StorageAway
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import written_once
 
@@ -37,12 +37,15 @@ def volume_of(data: DataDir) -> str:
 
 
 def check_same(data: DataDir, wanted: str) -> None:
-    """Raises Internal when this is not the volume any more that it was. Blocking."""
-    if volume_of(data) != wanted:
-        raise Internal(
+    """Raises StorageAway when this is not the volume any more that it was, or does not say. Blocking."""
+    try:
+        found = volume_of(data)
+    except OSError as error:
+        raise StorageAway(f"{data.root} cannot be read at present: {error}") from error
+    if found != wanted:
+        raise StorageAway(
             f"{data.root} is not the volume any more that it was when this trainer started: mount that one "
-            "there again, or start the trainer again on this one",
-            "other_volume",
+            "there again, or start the trainer again on this one"
         )
 
 

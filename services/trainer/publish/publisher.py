@@ -26,6 +26,7 @@ from services.common.telemetry.metrics import LONG_S
 from services.trainer.compute.data import LoraSpec
 from services.trainer.files.base import Base
 from services.trainer.files.export_format import read_adapter, weight_files
+from services.trainer.files.volume import check_same, identified
 from services.trainer.publish.broadcast import Broadcaster
 from services.trainer.publish.cargo import Cargo
 
@@ -55,10 +56,19 @@ class Publisher:
 
     def __init__(self, data: DataDir, base: Base, broadcaster: Broadcaster) -> None:
         self._data = data
+        self._volume = identified(data)
         self._base = base
         self._broadcaster = broadcaster
         self._packed = False
         """Something is packed and was not sent yet."""
+
+    async def answers(self) -> None:
+        """Returns when the store is the one that it was at the start.
+
+        Raises:
+            StorageAway: it is not, or does not say.
+        """
+        await asyncio.to_thread(check_same, self._data, self._volume)
 
     @contextmanager
     def packing(self) -> Iterator[Pack]:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from prometheus_client import REGISTRY
@@ -16,6 +16,7 @@ from prometheus_client import REGISTRY
 from services.common.contract import ids
 from services.common.contract.errors import ModelNotResident, StorageAway
 from services.common.storage.base import Key, Writer
+from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import DirectoryStorage
 from services.trainer.compute.data import LoraSpec, ModelState
 from services.trainer.execution import held_up
@@ -23,6 +24,8 @@ from services.trainer.execution.resident_models import OperationResult
 from services.trainer.execution.states import States
 from services.trainer.files.base import Base
 from services.trainer.files.checkpoints import CheckpointStore
+from services.trainer.publish.broadcast import Broadcaster
+from services.trainer.publish.publisher import Publisher
 from tests.unit.trainer.execution import executing
 from tests.unit.trainer.execution.executing import Recorded, ledger, resident, step
 from tinsmith.internal.v1 import operation_pb2
@@ -105,6 +108,7 @@ class Trainer(executing.Trainer):
     def parts(self) -> dict[str, Any]:
         return {
             "checkpoints": self.checkpoints,
+            "publisher": Publisher(DataDir(self._staging.parent), self._base, cast(Broadcaster, None)),
             "base": self._base,
             "states": States(self.world, self._base, self._staging),
             "durable": self._durable,
@@ -192,6 +196,17 @@ async def test_a_creation_from_a_state_waits_for_it_too(tmp_path: Path, model_st
         trainer.storage.away = False
         assert (await trainer.comes_to(create_from_it())).HasField("create_model")
         assert not (await (await trainer.ask(step("c", 1)))).HasField("error")
+
+
+async def test_a_snapshot_for_samplers_waits_for_the_volume_before_anything_of_it_is_made(
+    tmp_path: Path, model_state: ModelState
+) -> None:
+    async with running(tmp_path, model_state) as trainer:
+        DataDir(tmp_path).volume_id.unlink()
+        saving = operation_pb2.SaveForSampler(checkpoint_id="sampler_weights/a")
+        publish = operation_pb2.Operation(model_id=MINE, seq_id=1, save_for_sampler=saving)
+        await trainer.puts_off(publish, match="not the volume any more")
+        assert trainer.engine.commands == []
 
 
 async def test_what_waits_for_its_storage_is_not_blamed_when_the_trainer_dies(

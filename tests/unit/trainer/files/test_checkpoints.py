@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,12 @@ from services.common.contract.errors import (
     StorageFull,
 )
 from services.common.storage.base import Key
+from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import DirectoryStorage, publish_directory
 from services.trainer.compute.data import ModelState, ShardedState
 from services.trainer.files.base import Base
 from services.trainer.files.checkpoints import CheckpointStore, read_state
+from services.trainer.files.volume import check_same, identified
 
 MODEL = "s:train:0"
 
@@ -61,6 +65,26 @@ def test_an_accepted_load_is_repeated_from_what_its_owner_has_deleted_since(
     storage.delete(KEY, grace=-1)
     with pytest.raises(NotFound):
         store.load(MODEL, "weights/a", version=5)
+
+
+def test_a_storage_below_a_volume_that_went_away_is_away_and_has_lost_nothing(
+    tmp_path: Path, staging: Path, model_state: ModelState
+) -> None:
+    mounted = tmp_path / "mounted"
+    data = DataDir(mounted)
+    same = partial(check_same, data, identified(data))
+    base = Base("org/base", "/models/base")
+    store = CheckpointStore(DirectoryStorage(data.checkpoints), base, staging, same)
+    store.look(MODEL, "weights/a")
+    store.save(MODEL, 5, "weights/a", False, model_state)
+    mounted.rename(tmp_path / "away")
+    for make_it in (lambda: None, mounted.mkdir, partial(identified, data)):
+        make_it()
+        with pytest.raises(StorageAway, match="mount that one there again"):
+            store.look(MODEL, "weights/a")
+    shutil.rmtree(mounted)
+    (tmp_path / "away").rename(mounted)
+    store.look(MODEL, "weights/a")
 
 
 def test_files_are_safetensors_and_json_only(

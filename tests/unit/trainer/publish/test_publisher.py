@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from services.common.contract.errors import StorageAway
 from services.common.contract.tensors import HostTensor
 from services.common.storage.data_dir import DataDir
 from services.launcher.tiny_model import make_tiny_model
@@ -88,6 +89,17 @@ async def test_an_adapter_is_stored_once_in_peft_format_and_sent_as_stored(
     assert await publisher.publish(MODEL, 7, lora, other) == published
     assert read_adapter(target) == adapter
     assert wire.sent == [(MODEL, 7, lora, adapter)] * 2
+
+
+async def test_the_store_is_away_while_its_volume_is(
+    tmp_path: Path, publisher: Publisher, model_state: ModelState
+) -> None:
+    await publisher.answers()
+    (tmp_path / "volume_id").rename(tmp_path / "away")
+    with pytest.raises(StorageAway, match="mount that one there again"):
+        await publisher.answers()
+    (tmp_path / "away").rename(tmp_path / "volume_id")
+    await publisher.answers()
 
 
 async def test_a_snapshot_that_another_trainer_stored_meanwhile_stands(
