@@ -279,6 +279,55 @@ async def test_unfinished_handshakes_count_among_the_connections_of_grpc(
         await server.drain(0)
 
 
+_SERVER = """
+import sys
+import services.gateway.__main__
+import grpc
+from concurrent import futures
+certificate, key = (open(path, "rb").read() for path in sys.argv[1:])
+server = grpc.server(futures.ThreadPoolExecutor())
+print(server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, certificate)])), flush=True)
+server.start()
+sys.stdin.read()
+"""
+
+
+def test_handshakes_and_records_that_are_none_write_nothing_into_the_log(
+    tmp_path: Path, ca: trustme.CA
+) -> None:
+    write(tmp_path, ca)
+    files = [tmp_path / "public" / name for name in ("tls.crt", "tls.key")]
+    # gRPC's core writes past the interpreter, and is told so when it is imported.
+    with subprocess.Popen(
+        [sys.executable, "-c", _SERVER, *map(str, files)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"},
+    ) as server:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        in_the_clear = socket.create_connection(("127.0.0.1", port), timeout=_S)
+        in_the_clear.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        _read_to_the_end(in_the_clear)
+        context = believing(ca)
+        context.set_alpn_protocols(["h2"])
+        plain = socket.create_connection(("127.0.0.1", port), timeout=_S)
+        wrapped = context.wrap_socket(plain, server_hostname="127.0.0.1")
+        damaged = socket.socket(fileno=wrapped.detach())
+        damaged.settimeout(_S)
+        damaged.sendall(b"\x17\x03\x03\x00\x20" + b"a" * 32)
+        _read_to_the_end(damaged)
+        _, told = server.communicate(timeout=_S)
+    assert told == b""
+
+
+def _read_to_the_end(connection: socket.socket) -> None:
+    with connection, contextlib.suppress(ConnectionError):
+        while connection.recv(4096):
+            pass
+
+
 async def test_the_sdk_believes_the_authority_of_ssl_cert_file(
     edges: Edges, tmp_path: Path, ca: trustme.CA
 ) -> None:
