@@ -40,15 +40,17 @@ class ServerLimits:
     metadata_bytes: int = 16 * 1024
     streams: int = 100_000
     connections: int = 100_000
+    waiting: int = 100_000
     idle_s: int = 0
     age_s: int = 0
     ahead_bytes: int = 0
     write_s: float = 0.0
 
     @classmethod
-    def public(cls, message_bytes: int, connections: int) -> ServerLimits:
-        """For a port that anybody may reach. A client waits for many results at once, each in a call."""
-        kept = cls(message_bytes, 8 * 1024, 1024, connections, ahead_bytes=2**20)
+    def public(cls, message_bytes: int, connections: int, calls: int) -> ServerLimits:
+        """For a port that anybody may reach, which takes so many calls at once. A client waits for many
+        results at once, each in a call."""
+        kept = cls(message_bytes, 8 * 1024, 1024, connections, calls, ahead_bytes=2**20)
         return replace(kept, idle_s=120, age_s=600, write_s=600)
 
     def options(self) -> list[tuple[str, Any]]:
@@ -58,6 +60,9 @@ class ServerLimits:
             ("grpc.absolute_max_metadata_size", self.metadata_bytes),
             ("grpc.max_concurrent_streams", self.streams),
             ("grpc.max_allowed_incoming_connections", self.connections),
+            # gRPC would cancel some from 1,000 on, by chance.
+            ("grpc.server.max_pending_requests", self.waiting),
+            ("grpc.server.max_pending_requests_hard_limit", self.waiting),
             # Any number of pings is answered, which costs next to nothing. A connection that gRPC closes for
             # too many of them stays open, unread, for as long as its peer sends more.
             ("grpc.http2.max_ping_strikes", 0),

@@ -59,7 +59,7 @@ async def serve(
     add = service_pb2_grpc.add_TinsmithServiceServicer_to_server
     most = application.limits.grpc_message_bytes
     reception = Reception(application, [rpc.HEALTH_SERVICE])
-    limits = ServerLimits.public(most, connections)
+    limits = ServerLimits.public(most, connections, application.limits.owners.calls)
     admin = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
     services = [
         (add, TinsmithService(application), name),

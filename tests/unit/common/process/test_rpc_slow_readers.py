@@ -107,5 +107,5 @@ async def test_a_stream_that_its_client_gives_up_is_closed(
 
 
 def test_the_public_port_waits_for_minutes_and_services_for_one_another_without_end() -> None:
-    assert 60 <= ServerLimits.public(1, 1).write_s <= 3600
+    assert 60 <= ServerLimits.public(1, 1, 1).write_s <= 3600
     assert ServerLimits().write_s == 0
