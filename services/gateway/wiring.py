@@ -191,7 +191,8 @@ class Gateway:
 
         # What accepts it.
         sessions = Sessions(stores.sessions, limits, redo_log, room)
-        use = SessionUse(UsageStore(client), stores.sessions)
+        usage = UsageStore(client)
+        use = SessionUse(usage, stores.sessions)
         checkpoints = Checkpoints(stores.checkpoints, stores.models, self.files, limits)
         copies = Copies(
             stores,
@@ -241,7 +242,7 @@ class Gateway:
             audit_store=audit_store,
             base_models=base_models,
             sessions=sessions,
-            session_search=SessionSearch(stores.sessions, stores.checkpoints, limits),
+            session_search=SessionSearch(stores.sessions, stores.checkpoints, usage, limits),
             use=use,
             models=models,
             saves=Saves(models, checkpoints, base_models, stores.sampling_sessions, limits, snapshot_room),

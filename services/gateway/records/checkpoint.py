@@ -157,10 +157,13 @@ class CheckpointStore:
 
     async def after(self, owner: str, limit: int, cursor: Cursor | None) -> CheckpointPage:
         """Some of an owner's checkpoints, newest first, from a cursor on."""
-        # Those that expired leave the list.
-        await self._page(_lists(owner), repr(time.time()), 0, 0)
+        await self.unlist_expired(owner)
         listed = await self._pages.read(keys.owner_checkpoints(owner), limit, cursor)
         return CheckpointPage(await self._members(owner, listed.names), listed.total, listed.next)
+
+    async def unlist_expired(self, owner: str) -> None:
+        """Has those of an owner that have expired leave the lists, and their bytes the sums."""
+        await self._page(_lists(owner), repr(time.time()), 0, 0)
 
     async def _members(self, owner: str, members: Sequence[str]) -> list[CheckpointRecord]:
         """The records of members of an owner's list, without those that are gone or cannot be read."""

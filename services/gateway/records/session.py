@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 import redis.asyncio
 
 from services.common.state import keys
-from services.common.state.poison import Poison
+from services.common.state.poison import Poison, Unreadable
 from services.common.state.room import ACCOUNT
 from services.common.state.scripts import Script
 from services.gateway.records.listed import Cursor, Listed, Pages
@@ -23,6 +24,7 @@ from services.gateway.records.times import Times
 _IDEMPOTENCY_TTL_S = 24 * 3600
 _DETAIL_CHARS = 1000
 _AT_ONCE = 500
+_FIELDS = ("record", "last_heartbeat", "finished", "project_id", "reason", "detail")
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,9 +122,23 @@ class SessionStore:
 
     async def get(self, session_id: str) -> SessionRecord | None:
         """The session as it is now. Raises Unreadable."""
-        names = ["record", "last_heartbeat", "finished", "project_id", "reason", "detail"]
-        found: Any = await self._redis.hmget(keys.session(session_id), names)
-        raw, heartbeat, finished, project_id, reason, detail = found
+        return self._decode(session_id, await self._redis.hmget(keys.session(session_id), _FIELDS))
+
+    async def readable(self, session_ids: Sequence[str]) -> list[SessionRecord | None]:
+        """Sessions as they are now; None for those that are not there or cannot be read."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for session_id in session_ids:
+            pipeline.hmget(keys.session(session_id), _FIELDS)
+        found: list[SessionRecord | None] = []
+        for session_id, fields in zip(session_ids, await pipeline.execute(), strict=True):
+            record = None
+            with suppress(Unreadable):
+                record = self._decode(session_id, fields)
+            found.append(record)
+        return found
+
+    def _decode(self, session_id: str, fields: Sequence[Any]) -> SessionRecord | None:
+        raw, heartbeat, finished, project_id, reason, detail = fields
         if raw is None:
             return None
         with self._poison.reading(keys.session(session_id)):

@@ -17,7 +17,6 @@ from services.common.contract import ids
 from services.common.state import keys
 from services.common.state.journal_records import STORED, USE_LIFE_S
 from services.common.state.scripts import Script
-from services.gateway.records.checkpoint import parse_member
 
 _AT_ONCE = 256
 _DAY_S = 24 * 3600
@@ -72,7 +71,7 @@ class UsageStore:
         for name, size in found.items():
             if name == b"total":
                 continue
-            session = ids.session_of(parse_member(name.decode()).model_id)
+            session = ids.session_of(name.decode().removeprefix("tinker://"))
             count, total = stored.get(session, (0, 0))
             stored[session] = (count + 1, total + int(size))
         return stored

@@ -9,16 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from services.common.contract.errors import InvalidRequest, NotFound
-from services.common.process.tasks import a_few_at_once
-from services.common.state.poison import Unreadable
 from services.gateway.access.limits import Limits
 from services.gateway.records.checkpoint import CheckpointStore
 from services.gateway.records.listed import Cursor, Listed
 from services.gateway.records.session import SessionRecord, SessionStore
+from services.gateway.records.usage import UsageStore
 
 _ALIVE_S = 120.0
 """A session that was heard of this recently is running; clients send a heartbeat every ten seconds."""
@@ -77,9 +75,12 @@ class SearchPage:
 class SessionSearch:
     """Finds sessions."""
 
-    def __init__(self, store: SessionStore, checkpoints: CheckpointStore, limits: Limits) -> None:
+    def __init__(
+        self, store: SessionStore, checkpoints: CheckpointStore, usage: UsageStore, limits: Limits
+    ) -> None:
         self._store = store
         self._checkpoints = checkpoints
+        self._usage = usage
         self._limits = limits
 
     async def page(self, owner: str, offset: int, limit: int) -> list[str]:
@@ -130,21 +131,15 @@ class SessionSearch:
         while len(found) < query.limit and seen < _MOST_SEEN:
             chunk = await self._chunk(owner, after)
             if not chunk:
-                return SearchPage(await self._described(found), None)
-            records = await a_few_at_once(self._readable, [session_id for session_id, _ in chunk])
+                return SearchPage(await self._described(owner, found), None)
+            records = await self._store.readable([session_id for session_id, _ in chunk])
             for (session_id, created_at), record in zip(chunk, records, strict=True):
                 seen, after = seen + 1, Cursor(created_at, session_id)
                 if record is not None and matches(query, record, time.time()):
                     found.append(record)
                     if len(found) == query.limit:
                         break
-        return SearchPage(await self._described(found), after)
-
-    async def _readable(self, session_id: str) -> SessionRecord | None:
-        """A session of a list, in which those that cannot be read are left out."""
-        with suppress(Unreadable):
-            return await self._store.get(session_id)
-        return None
+        return SearchPage(await self._described(owner, found), after)
 
     async def _chunk(self, owner: str, after: Cursor | None) -> list[tuple[str, float]]:
         """Sessions after a cursor. Its time may have been rounded to microseconds, as a client's are."""
@@ -154,16 +149,12 @@ class SessionSearch:
         chunk = await self._store.created_before(owner, place[0] + 1e-6, _CHUNK)
         return [one for one in chunk if (round(one[1], 6), one[0]) < place]
 
-    async def _described(self, records: Sequence[SessionRecord]) -> list[FoundSession]:
-        return await a_few_at_once(self._describe, records)
-
-    async def _describe(self, record: SessionRecord) -> FoundSession:
-        checkpoints = [
-            checkpoint
-            for model_id in await self._store.models(record.session_id)
-            for checkpoint in await self._checkpoints.of_model(model_id)
-        ]
-        return FoundSession(record, len(checkpoints), sum(one.size_bytes for one in checkpoints))
+    async def _described(self, owner: str, records: Sequence[SessionRecord]) -> list[FoundSession]:
+        if not records:
+            return []
+        await self._checkpoints.unlist_expired(owner)
+        stored = await self._usage.stored(owner)
+        return [FoundSession(record, *stored.get(record.session_id, (0, 0))) for record in records]
 
     async def _owned(self, owner: str, session_id: str) -> SessionRecord:
         record = await self._store.get(session_id)

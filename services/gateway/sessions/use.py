@@ -5,7 +5,6 @@ Invariant: an answer is whole, or refused for its size.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,14 +12,13 @@ from datetime import date, timedelta
 
 from services.common.contract.errors import InvalidRequest
 from services.common.process.periodic import Periodic
-from services.common.state.poison import Unreadable
 from services.gateway.records.session import SessionRecord, SessionStore
 from services.gateway.records.usage import UsageStore, Used
 
 MOST_ROWS = 10_000
 _STORED_S = 1200.0
 _DEADLINE_S = 300.0
-_AT_ONCE = 32
+_AT_ONCE = 200
 
 
 @dataclass(frozen=True)
@@ -84,16 +82,10 @@ class SessionUse:
         names: Sequence[str] = [name for name in session_ids if name]
         known: dict[str, SessionRecord] = {}
         for start in range(0, len(names), _AT_ONCE):
-            found = await asyncio.gather(*(self._readable(name) for name in names[start : start + _AT_ONCE]))
+            # A damaged record says nothing of its session, and leaves the others' use to be told.
+            found = await self._sessions.readable(names[start : start + _AT_ONCE])
             known |= {record.session_id: record for record in found if record is not None}
         return known
-
-    async def _readable(self, session_id: str) -> SessionRecord | None:
-        """A damaged record says nothing of its session, and leaves the others' use to be told."""
-        try:
-            return await self._sessions.get(session_id)
-        except Unreadable:
-            return None
 
     async def _note_stored(self) -> None:
         await self._usage.note_stored(time.time())

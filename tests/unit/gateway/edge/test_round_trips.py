@@ -6,13 +6,11 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
 import pytest
-from redis.asyncio.connection import AbstractConnection
 
 from services.common.contract import ids
 from services.common.process import rpc
@@ -21,6 +19,7 @@ from services.gateway.edge.grpc import service
 from services.gateway.records.sampling_session import SamplingSessionRecord
 from tests.unit.gateway.edge.talking import Talking
 from tests.unit.gateway.edges import ALICE
+from tests.unit.gateway.redis_calls import counted
 from tests.unit.gateway.scripted_services import BASE
 from tinsmith.v1 import results_pb2, sampling_pb2, service_pb2_grpc, types_pb2
 
@@ -30,24 +29,6 @@ SCRIPTS = ("accept_sample", "publish_sample", "read_version")
 """The last for inflight sessions."""
 SESSION = 5
 """What a session costs in a second at most: its record, its sign of life, a record of its calls."""
-
-
-@contextmanager
-def counted(session_id: str) -> Iterator[Counter[str]]:
-    """What goes to Redis meanwhile about anything of a session, by the first command that is sent at once."""
-    seen: Counter[str] = Counter()
-    send = AbstractConnection._send_packed_command
-
-    async def count(self: AbstractConnection, command: Any, *args: Any, **kwargs: Any) -> None:
-        sent = command if isinstance(command, bytes) else b"".join(command)
-        if session_id.encode() in sent:
-            words = [word.decode(errors="replace") for word in sent.split(b"\r\n")[2:7:2]]
-            seen[" ".join(words)[:60]] += 1
-        await send(self, command, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AbstractConnection, "_send_packed_command", count)
-        yield seen
 
 
 def client(talks: Talking) -> httpx.AsyncClient:

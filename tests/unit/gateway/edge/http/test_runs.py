@@ -8,6 +8,7 @@ import pytest
 
 from services.gateway.access.limits import Limits
 from tests.unit.gateway.edges import BASE, BOB, Edges, new_model, new_session
+from tests.unit.gateway.redis_calls import counted
 from tests.unit.gateway.saved import CONTENT, failure, save
 from tinsmith.v1 import models_pb2
 
@@ -123,6 +124,25 @@ async def test_sessions_are_searched_page_by_page(edges: Edges) -> None:
             {"user_metadata": {str(number): "x" * 100 for number in range(1000)}},
         ):
             assert (await client.post("sessions/search", json=more)).status_code == 400, list(more)
+
+
+async def test_a_search_goes_to_redis_as_often_however_much_it_finds(edges: Edges) -> None:
+    async with edges.http() as client:
+
+        async def search() -> tuple[int, int]:
+            """Sessions found, and how often Redis was asked for one of them or its models."""
+            with counted("session:{") as of_sessions, counted(f"{session}:train:") as of_models:
+                page = (await client.post("sessions/search", json={"limit": 200})).json()["sessions"]
+            return len(page), of_sessions.total() + of_models.total()
+
+        session = await new_session(client)
+        found, asked = await search()
+        assert found == 1
+        model = await new_model(edges, client, session)
+        await save(edges, client, model, 1, "a")
+        for _ in range(9):
+            await new_session(client)
+        assert await search() == (10, asked)
 
 
 async def test_a_model_is_unloaded_after_all_that_was_sent(edges: Edges) -> None:
