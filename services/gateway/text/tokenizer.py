@@ -1,6 +1,8 @@
 """A served tokenizer: text to tokens and back.
 
-Invariant: it is the sampler's own tokenizer, so a text has the tokens that the engine's library would give.
+Invariants: it is the sampler's own tokenizer, so a text has the tokens that the engine's library would give.
+Long texts are for threads, and keep nobody else waiting: of the library's functions only those for several
+texts let other threads of the interpreter run meanwhile.
 """
 
 from __future__ import annotations
@@ -35,16 +37,18 @@ class Tokenizer:
         self.calls_tools = teaches_calls(chat_template)
 
     def tokens(self, text: str, *, special: bool) -> list[int]:
-        """The tokens of a text. Takes time in proportion to it; releases the interpreter.
+        """The tokens of a text. Takes time in proportion to it.
 
         Args:
             special: add what the tokenizer puts around a text of its own; a rendered chat has it already.
         """
-        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        return list(found.ids)
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without special ones."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        (found,) = self._tokenizer.decode_batch([list(tokens)], skip_special_tokens=True)
+        return str(found)
 
     def piece(self, token: int) -> str:
         """The text of one token, special or not; what is no whole character comes as U+FFFD."""
