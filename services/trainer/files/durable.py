@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -356,8 +356,9 @@ def _missing(directory: Path) -> DataLoss:
 
 
 def _delete_older(parent: Path, current: str) -> None:
-    """Keeps the current snapshot, the one before it, and all of the last seconds: one of them the pointer
-    names again should Redis lose its last second. Newer ones may be another trainer's."""
+    """Keeps the current snapshot, the one before it, and what the pointer named until the last seconds, when
+    the next one was written: it names one of them again should Redis lose its last second. Newer ones may be
+    another trainer's."""
     written = {}
     for path in parent.iterdir():
         # Another trainer may be deleting, too.
@@ -366,7 +367,8 @@ def _delete_older(parent: Path, current: str) -> None:
     older = sorted(
         (path for path, at in written.items() if at < written[parent / current]), key=written.__getitem__
     )
-    recent = time.time_ns() - int(_KEPT_S * 1e9)
-    for path in older[:-1]:
-        if written[path] < recent:
+    # By the file system's clock alone.
+    recent = written[parent / current] - int(_KEPT_S * 1e9)
+    for path, newer in pairwise(older):
+        if written[newer] < recent:
             shutil.rmtree(path, ignore_errors=True)

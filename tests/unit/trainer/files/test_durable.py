@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,21 @@ async def test_snapshots_of_the_last_seconds_are_kept_for_a_pointer_that_redis_l
         store.changed(MODEL)
         await store.settle(MODEL)
     assert {path.name for path in DataDir(tmp_path).state(MODEL).iterdir()} == {"1-1", "2-1", "3-1", "4-1"}
+
+
+async def test_an_old_snapshot_is_kept_while_the_pointer_has_only_just_left_it(
+    tmp_path: Path, trained: Trained
+) -> None:
+    store, _ = make(tmp_path, PointersInMemory(), trained.take)
+    for seq_id in range(1, 4):
+        trained.seq_id = seq_id
+        store.changed(MODEL)
+        await store.settle(MODEL)
+        if seq_id == 1:
+            # The model rested for a while before its next two steps.
+            written = DataDir(tmp_path).state(MODEL) / "1-1"
+            os.utime(written, (written.stat().st_mtime - 60,) * 2)
+    assert {path.name for path in DataDir(tmp_path).state(MODEL).iterdir()} == {"1-1", "2-1", "3-1"}
 
 
 async def test_states_that_came_and_went_are_skipped_and_old_ones_deleted(
