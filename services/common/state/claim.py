@@ -20,6 +20,7 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from services.common.contract.errors import Conflict
+from services.common.process import clock
 from services.common.process.periodic import Periodic
 from services.common.state import keys, redis_client, versions
 from services.common.state.scripts import Script
@@ -157,7 +158,8 @@ class Claim:
 
 @asynccontextmanager
 async def claimed(redis_url: str, kind: str, service_id: str) -> AsyncIterator[redis.asyncio.Redis]:
-    """Redis, once it answers, for the one process of an id, whose release works with what is there.
+    """Redis, once it answers, for the one process of an id, whose release works with what is there. Its clock
+    is known from then on.
 
     Raises:
         Conflict: another process has this id, or Redis has state of a release too far from this one.
@@ -170,6 +172,8 @@ async def claimed(redis_url: str, kind: str, service_id: str) -> AsyncIterator[r
         await claim.take()
         try:
             await versions.join(client)
+            seconds, micros = await client.time()
+            clock.hear(seconds + micros / 1e6)
             yield client
         finally:
             await claim.give_back()

@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 
 from services.common.contract import errors, ids
 from services.common.contract.errors import Conflict, InvalidRequest
+from services.common.process import clock
 from services.common.process.pools import COMPUTE
 from services.common.state import keys
 from services.common.state.journal_records import (
@@ -182,7 +183,7 @@ class Journal:
         now = time.monotonic()
         if now - self._announced.get(model_id, -_ANNOUNCE_AGAIN_S) < _ANNOUNCE_AGAIN_S:
             return
-        await self._note_times([keys.PENDING_MODELS], "", repr(time.time()), model_id)
+        await self._note_times([keys.PENDING_MODELS], "", repr(clock.to_note()), model_id)
         self._announced = {known: at for known, at in self._announced.items() if now - at < _ANNOUNCE_AGAIN_S}
         self._announced[model_id] = now
 
@@ -197,7 +198,7 @@ class Journal:
 
     async def forget_idle(self, model_id: str, listed_at: float) -> None:
         """Takes a model without work off that list, unless it was listed again meanwhile."""
-        if time.time() - listed_at > IDLE_AFTER_S:
+        if clock.to_judge() - listed_at > IDLE_AFTER_S:
             await self._forget_idle([keys.PENDING_MODELS], model_id, repr(listed_at))
 
     async def index(self, model_id: str, after_seq: int, entries: int = _READ_ENTRIES) -> JournalIndex:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from redis.exceptions import RedisError
 
 from services.common.contract.errors import LimitReached
 from services.common.contract.experts.routing import Routing
+from services.common.process import clock
 from services.common.process.tasks import cancel_all, keep_running
 from services.common.state import keys, known_models
 from services.common.state.known_models import Facts, KnownModel
@@ -215,7 +215,7 @@ class Registry:
         count: Any = await self._redis.zcard(keys.DRAINED)
         if count >= _MOST_DRAINED and await self._redis.zscore(keys.DRAINED, name) is None:
             raise LimitReached(f"{count} services are drained; undrain those that are gone for good")
-        await self._note_times([keys.DRAINED], "", repr(time.time()), name)
+        await self._note_times([keys.DRAINED], "", repr(clock.to_note()), name)
 
     async def undrain(self, kind: str, service_id: str) -> bool:
         """Ends that; whether the service was drained."""

@@ -14,7 +14,6 @@ import errno
 import os
 import shutil
 import tempfile
-import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -23,7 +22,7 @@ from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
-from services.common.process import failpoints
+from services.common.process import clock, failpoints
 from services.common.storage.base import ABANDONED_S, GRACE_S, GoOn, Key, Storage, Writer, check_name
 
 _AT_FDCWD = -100
@@ -186,7 +185,7 @@ class DirectoryStorage(Storage):
         left = None
         for doomed in self._deleted(key):
             with suppress(FileNotFoundError):
-                rest = doomed.stat().st_mtime + grace - time.time()
+                rest = doomed.stat().st_mtime + grace - clock.to_judge()
                 if rest <= 0:
                     shutil.rmtree(doomed)
                 else:
@@ -197,7 +196,7 @@ class DirectoryStorage(Storage):
         return left
 
     def clean(self, abandoned: float = ABANDONED_S) -> None:
-        now = time.time()
+        now = clock.to_judge()
         for path in self._root.glob("*/*/*/.*"):
             with suppress(FileNotFoundError):
                 if not path.name.startswith(_DELETED) and now - path.stat().st_mtime > abandoned:
@@ -232,7 +231,7 @@ def _opened(path: Path, instead: Iterable[Path] = ()) -> Iterator[Path | None]:
 
 def clean_abandoned(parent: Path, abandoned: float = ABANDONED_S) -> None:
     """Removes what writes and deletions in a directory that broke off so long ago left there. Blocking."""
-    now = time.time()
+    now = clock.to_judge()
     for path in list(parent.glob(".*")) if parent.is_dir() else []:
         with suppress(FileNotFoundError):
             if now - path.stat().st_mtime > abandoned:

@@ -13,7 +13,6 @@ import errno
 import logging
 import shutil
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ import msgspec
 from fsspec import AbstractFileSystem
 
 from services.common.contract.errors import DataLoss, TinsmithError
+from services.common.process import clock
 from services.common.storage.base import (
     ABANDONED_S,
     GRACE_S,
@@ -171,11 +171,11 @@ class ObjectStorage(Storage):
         if self._is_stored(key):
             if (manifest := self._whole(key)) is not None:
                 self._fs.pipe_file(self._object(key, _FORMER), msgspec.json.encode(manifest))
-            self._fs.pipe_file(mark, repr(time.time()).encode())
+            self._fs.pipe_file(mark, repr(clock.to_note()).encode())
             with suppress(FileNotFoundError):
                 self._fs.rm_file(self._object(key, _MANIFEST))
         try:
-            left = float(self._fs.cat_file(mark)) + grace - time.time()
+            left = float(self._fs.cat_file(mark)) + grace - clock.to_judge()
         except FileNotFoundError:
             return None
         if left > 0:
@@ -220,7 +220,7 @@ class ObjectStorage(Storage):
             prefix = name.partition("/")[0]
             prefixes[prefix] = max(written, prefixes.get(prefix, 0.0))
         for prefix in prefixes.keys() - {_MANIFEST, manifest.prefix if manifest else ""}:
-            if time.time() - prefixes[prefix] > abandoned:
+            if clock.to_judge() - prefixes[prefix] > abandoned:
                 with suppress(FileNotFoundError):
                     self._fs.rm(f"{self._root}/{path}/{prefix}", recursive=True)
 
@@ -228,7 +228,7 @@ class ObjectStorage(Storage):
         """Removes what processes of this machine that were killed had on its way."""
         for path in list(self._staging.iterdir()) if self._staging.is_dir() else []:
             with suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > abandoned:
+                if clock.to_judge() - path.stat().st_mtime > abandoned:
                     shutil.rmtree(path)
 
     def _written(self, path: str, info: Mapping[str, Any]) -> float:

@@ -7,7 +7,6 @@ stream with its last one. There are streams of so many owners, those who did som
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import msgspec
 import redis.asyncio
 
+from services.common.process import clock
 from services.common.state import keys
 from services.common.state.scripts import Script
 from services.gateway.audit.pages import FIELD, Page, Pages, Place, Window
@@ -47,7 +47,7 @@ class AuditStore:
         """Keeps records, all or none."""
         pipeline = self._redis.pipeline(transaction=True)
         owners: dict[str, float] = {}
-        now = time.time()
+        now = clock.to_note()
         for record in records:
             stream, most = _stream_of(record)
             pipeline.xadd(stream, {FIELD: msgspec.msgpack.encode(record)}, maxlen=most, approximate=True)
@@ -90,7 +90,7 @@ class AuditStore:
         # A claim, and not a mere SET: a sweep makes room.
         if await self._claim([keys.AUDIT_SWEPT], uuid.uuid4().hex, _SWEEP_EVERY_S * 1000, ""):
             return
-        now = time.time()
+        now = clock.to_judge()
         await self._redis.zremrangebyscore(keys.AUDIT_OWNERS, "-inf", now - LIFE_S)
         await self._drop_quietest()
         streams = [name for owner in await self._owners() for name in streams_of(owner)]

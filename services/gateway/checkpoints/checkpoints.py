@@ -8,7 +8,6 @@ read is to them as if it did not exist.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -16,6 +15,7 @@ import msgspec
 
 from services.common.contract import ids
 from services.common.contract.errors import InvalidRequest, NotFound, PermissionDenied, Unavailable
+from services.common.process import clock
 from services.gateway.access.limits import Limits
 from services.gateway.checkpoints.files import CheckpointFiles
 from services.gateway.records.checkpoint import CheckpointPage, CheckpointRecord, CheckpointStore, key_of
@@ -146,7 +146,7 @@ class Checkpoints:
             InvalidRequest: that is no lifetime which a checkpoint can have.
         """
         self._limits.check_ttl(ttl_seconds)
-        expires_at = None if ttl_seconds is None else time.time() + ttl_seconds
+        expires_at = None if ttl_seconds is None else clock.to_note() + ttl_seconds
         await self._change(
             owner,
             model_id,
@@ -193,7 +193,7 @@ class Checkpoints:
             if record.kind != "sampler":
                 again = await self._files.remove(key)
                 if again is not None:
-                    await self._store.look_again(key, time.time() + again)
+                    await self._store.look_again(key, clock.to_note() + again)
                 else:
                     await self._store.settle(key)
         except OSError as error:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import redis.asyncio
 
 from services.common.contract.errors import TinsmithError, Unavailable
+from services.common.process import clock
 from services.common.process.periodic import Periodic
 from services.common.process.tasks import cancel_all, detached
 
@@ -122,6 +123,7 @@ class RedoLog:
             # Every idle connection may lead there; the next ones lead to where the address does by now.
             await self._redis.connection_pool.disconnect(inuse_connections=False)
             raise Unavailable("this Redis is a replica of another and takes no writes")
+        clock.hear(info["server_time_usec"] / 1e6)
         run_id = str(info.get("run_id", ""))
         async with self._repeating:
             if self._run_id and run_id != self._run_id:

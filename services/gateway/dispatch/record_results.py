@@ -8,11 +8,11 @@ cannot be recorded makes the operation fail.
 from __future__ import annotations
 
 import logging
-import time
 from typing import Literal
 
 from services.common.contract import errors, ids
 from services.common.contract.errors import InvalidRequest
+from services.common.process import clock
 from services.gateway.records.checkpoint import CheckpointRecord
 from services.gateway.records.model import ModelRecord
 from services.gateway.records.sampling_session import SamplingSessionRecord
@@ -79,7 +79,7 @@ class ResultRecorder:
             await self._snapshots.add(model.model_id, operation.seq_id, model.owner, size)
             if not await self._bind(model, operation.seq_id, operation.save_for_sampler):
                 # Nobody will ask for it.
-                await self._snapshots.supersede(model.model_id, operation.seq_id, time.time())
+                await self._snapshots.supersede(model.model_id, operation.seq_id, clock.to_note())
                 return _taken(operation.save_for_sampler.sampling_session_id)
         return result
 
@@ -97,7 +97,7 @@ class ResultRecorder:
         size_bytes: int,
     ) -> bool:
         """Whether the name was free, or what it named may be replaced."""
-        now = time.time()
+        now = clock.to_note()
         return await self._checkpoints.put(
             CheckpointRecord(
                 model_id=model.model_id,
@@ -140,7 +140,7 @@ class ResultRecorder:
         if save.inflight:
             before = await self._inflight.current(model.model_id)
             if before is not None and before < version:
-                at = time.time() + _SUPERSEDED_S
+                at = clock.to_note() + _SUPERSEDED_S
                 await self._snapshots.supersede(model.model_id, before, at)
             await self._inflight.move(model.model_id, version)
         return True

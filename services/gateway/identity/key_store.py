@@ -19,6 +19,7 @@ import redis.asyncio
 from redis.exceptions import ResponseError
 
 from services.common.contract.errors import Conflict, InvalidRequest, LimitReached, NotFound
+from services.common.process import clock
 from services.common.state import keys
 from services.common.state.scripts import Script
 from services.gateway.identity.key import KeyRecord, Rights, mint
@@ -128,7 +129,7 @@ class KeyStore:
         self, record: KeyRecord, now: float, other: str = "", as_read: bytes = b"", then: bytes = b""
     ) -> None:
         """Keeps a new key, and changes another one from what was read to what it is then; empty: it goes."""
-        await self._drop_ended(now)
+        await self._drop_ended(clock.to_judge())
         raw = msgspec.json.encode(record)
         found = await self._put_key(_KEYS, _version(), MOST_KEYS, record.id, raw, other, as_read, then)
         if found == b"full":

@@ -10,7 +10,6 @@ due before, so that its files are found whoever dies in between.
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import redis.asyncio
 from services.common.contract import ids
 from services.common.contract.errors import InvalidRequest, TooLarge
 from services.common.contract.roles import Role
+from services.common.process import clock
 from services.common.state import keys
 from services.common.state.poison import Poison, Unreadable
 from services.common.state.room import ACCOUNT
@@ -97,10 +97,10 @@ class CheckpointStore:
         earlier = None if found is None or found[1].version >= record.version else found[1]
         if earlier is not None:
             # Looked at without need when it stays.
-            await self.look_again(key_of(earlier), time.time() + _SETTLE_S)
+            await self.look_again(key_of(earlier), clock.to_note() + _SETTLE_S)
         if record.expires_at is not None:
             await self.look_again(key_of(record), record.expires_at)
-        raw, now = msgspec.json.encode(record), time.time()
+        raw, now = msgspec.json.encode(record), clock.to_judge()
         arguments = (field, raw, record.version, int(replaces), repr(now), record.owner)
         stored = await self._put([name, *ACCOUNT], *arguments)
         if stored < 0:
@@ -152,7 +152,7 @@ class CheckpointStore:
 
     async def page(self, owner: str, offset: int, limit: int) -> CheckpointPage:
         """Some of an owner's checkpoints, newest first."""
-        total, members = await self._page(_lists(owner), repr(time.time()), offset, limit)
+        total, members = await self._page(_lists(owner), repr(clock.to_judge()), offset, limit)
         return CheckpointPage(await self._members(owner, [member.decode() for member in members]), total)
 
     async def after(self, owner: str, limit: int, cursor: Cursor | None) -> CheckpointPage:
@@ -163,7 +163,7 @@ class CheckpointStore:
 
     async def unlist_expired(self, owner: str) -> None:
         """Has those of an owner that have expired leave the lists, and their bytes the sums."""
-        await self._page(_lists(owner), repr(time.time()), 0, 0)
+        await self._page(_lists(owner), repr(clock.to_judge()), 0, 0)
 
     async def _members(self, owner: str, members: Sequence[str]) -> list[CheckpointRecord]:
         """The records of members of an owner's list, without those that are gone or cannot be read."""
@@ -206,7 +206,7 @@ class CheckpointStore:
         found = await self._raw(record.model_id, record.checkpoint_id)
         if found is None or found[1] != record:
             return False
-        await self.look_again(key_of(record), time.time() + _SETTLE_S)
+        await self.look_again(key_of(record), clock.to_note() + _SETTLE_S)
         if not await self._replace(record, found[0], b""):
             return False
         await self._unlist(record)
@@ -223,14 +223,14 @@ class CheckpointStore:
 
     async def due(self, limit: int) -> list[Key]:
         """Versions to look at now."""
-        found: Any = await self._redis.zrangebyscore(keys.CHECKPOINTS_DUE, "-inf", time.time(), 0, limit)
+        found: Any = await self._redis.zrangebyscore(keys.CHECKPOINTS_DUE, "-inf", clock.to_judge(), 0, limit)
         due = []
         for member in found:
             try:
                 due.append(parse_member(member.decode()))
             except (ValueError, InvalidRequest) as error:
                 self._poison.note(f"{keys.CHECKPOINTS_DUE} {member.decode(errors='replace')}", str(error))
-                await self._times.note(keys.CHECKPOINTS_DUE, {member: time.time() + _UNREADABLE_AGAIN_S})
+                await self._times.note(keys.CHECKPOINTS_DUE, {member: clock.to_note() + _UNREADABLE_AGAIN_S})
         return due
 
     async def look_again(self, key: Key, at: float) -> None:
@@ -267,7 +267,7 @@ def _lists(owner: str) -> list[str]:
 
 def has_expired(record: CheckpointRecord) -> bool:
     """Whether a checkpoint's time is over."""
-    return record.expires_at is not None and record.expires_at <= time.time()
+    return record.expires_at is not None and record.expires_at <= clock.to_judge()
 
 
 def key_of(record: CheckpointRecord) -> Key:

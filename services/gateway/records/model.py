@@ -6,7 +6,6 @@ repeated request finds what the first one made.
 
 from __future__ import annotations
 
-import time
 from typing import Any, Literal
 
 import msgspec
@@ -14,6 +13,7 @@ import redis.asyncio
 
 from services.common.contract.errors import Gone
 from services.common.contract.roles import Role
+from services.common.process import clock
 from services.common.state import keys
 from services.common.state.poison import Poison
 from services.common.state.room import ACCOUNT
@@ -122,5 +122,5 @@ class ModelStore:
 
     async def note_unloaded(self, model_id: str) -> None:
         """Notes that an existing model was unloaded, for its durable state to be deleted."""
-        await self._times.note(keys.ENDED_MODELS, {model_id: time.time()})
+        await self._times.note(keys.ENDED_MODELS, {model_id: clock.to_note()})
         await self.set_status(model_id, "unloaded")

@@ -6,7 +6,6 @@ request finds what the first one made.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import msgspec
 import redis.asyncio
 
+from services.common.process import clock
 from services.common.state import keys
 from services.common.state.poison import Poison, Unreadable
 from services.common.state.room import ACCOUNT
@@ -155,7 +155,7 @@ class SessionStore:
 
     async def touch(self, session_id: str) -> None:
         """Notes that the client of a session is alive now, unless the session is over."""
-        await self._touch([keys.session(session_id), keys.SESSION_LIFE], repr(time.time()), session_id)
+        await self._touch([keys.session(session_id), keys.SESSION_LIFE], repr(clock.to_note()), session_id)
 
     async def finish(self, session_id: str, reason: str, detail: str) -> None:
         """Marks an existing session as over, for what it holds to be released."""
@@ -180,7 +180,7 @@ class SessionStore:
     async def _end(self, session_id: str, last_heartbeat: str, *said: str) -> bool:
         lists = (keys.SESSION_LIFE, keys.PARKED_SESSIONS, keys.OVER_SESSIONS, keys.ENDED_SESSIONS)
         names = [keys.session(session_id), *lists]
-        return bool(await self._end_session(names, session_id, repr(time.time()), last_heartbeat, *said))
+        return bool(await self._end_session(names, session_id, repr(clock.to_note()), last_heartbeat, *said))
 
     async def models(self, session_id: str) -> list[str]:
         """Ids of the session's models, some perhaps never created."""

@@ -8,7 +8,6 @@ where somebody asks and its save is over or was not accepted.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import redis.asyncio
 from cachetools import TTLCache
 
+from services.common.process import clock
 from services.common.state import keys
 from services.common.state.scripts import Script
 from services.gateway.records.times import Times
@@ -55,14 +55,14 @@ class SnapshotStore:
         """Lists a snapshot that was just made, unless it is listed."""
         member = _member(model_id, version)
         names = [*_names(owner, model_id), keys.coming_snapshots(owner)]
-        await self._note(names, member, owner, size_bytes, repr(time.time()))
+        await self._note(names, member, owner, size_bytes, repr(clock.to_note()))
 
     async def expect(self, model_id: str, version: int, owner: str) -> bool:
         """Notes that a snapshot is to come; whether it was not noted before."""
         name = keys.coming_snapshots(owner)
         async with self._redis.pipeline(transaction=True) as pipeline:
-            pipeline.zremrangebyscore(name, "-inf", time.time() - _COMING_S)
-            pipeline.zadd(name, {_member(model_id, version): time.time()}, nx=True)
+            pipeline.zremrangebyscore(name, "-inf", clock.to_judge() - _COMING_S)
+            pipeline.zadd(name, {_member(model_id, version): clock.to_note()}, nx=True)
             pipeline.expire(name, _COMING_S)
             _, added, _ = await pipeline.execute()
         return bool(added)
@@ -77,7 +77,7 @@ class SnapshotStore:
         Args:
             but: is to be accepted now.
         """
-        name, early = keys.coming_snapshots(owner), time.time() - _ACCEPTED_S
+        name, early = keys.coming_snapshots(owner), clock.to_judge() - _ACCEPTED_S
         noted: Any = await self._redis.zrange(name, 0, -1, withscores=True)
         async with self._redis.pipeline(transaction=False) as pipeline:
             for member, _ in noted:
@@ -107,7 +107,7 @@ class SnapshotStore:
         self._noted[member] = None
         lists = [keys.SNAPSHOTS_USED, keys.owner_snapshots(owner)]
         try:
-            await self._times.note(lists, {member: time.time()}, only="known")
+            await self._times.note(lists, {member: clock.to_note()}, only="known")
         except BaseException:
             self._noted.pop(member, None)
             raise
@@ -143,7 +143,7 @@ class SnapshotStore:
 
     async def superseded(self, limit: int) -> list[tuple[str, int]]:
         """(model, version) of snapshots to be looked at now."""
-        now = time.time()
+        now = clock.to_judge()
         found: Any = await self._redis.zrangebyscore(keys.SNAPSHOTS_SUPERSEDED, "-inf", now, 0, limit)
         return [_parse(member.decode()) for member in found]
 
@@ -153,7 +153,7 @@ class SnapshotStore:
 
     async def mark_let_go(self, model_id: str, version: int) -> None:
         """Remembers that a snapshot is deleted to make room."""
-        await self._note_field([keys.let_go(model_id)], version, repr(time.time()), 0, _LET_GO_TTL_S)
+        await self._note_field([keys.let_go(model_id)], version, repr(clock.to_note()), 0, _LET_GO_TTL_S)
 
     async def was_let_go(self, model_id: str, version: int) -> bool:
         """Whether a snapshot was deleted to make room."""

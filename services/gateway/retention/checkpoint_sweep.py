@@ -8,11 +8,11 @@ work.
 from __future__ import annotations
 
 import logging
-import time
 
 import redis.asyncio
 
 from services.common.contract.errors import TinsmithError
+from services.common.process import clock
 from services.common.process.periodic import Periodic
 from services.common.process.pools import CLEANINGS
 from services.common.state import keys
@@ -64,7 +64,7 @@ class CheckpointSweep:
         """Looks once at every version that is due."""
         for key in await self._store.due(_AT_ONCE):
             # Whatever comes of it, the next ones have their turn, also when this one hangs.
-            await self._store.look_again(key, time.time() + _AGAIN_S)
+            await self._store.look_again(key, clock.to_note() + _AGAIN_S)
             try:
                 await self._look(key)
             except (OSError, TinsmithError) as error:
@@ -90,7 +90,7 @@ class CheckpointSweep:
         if again is None:
             await self._store.settle(key)
         else:
-            await self._store.look_again(key, time.time() + again)
+            await self._store.look_again(key, clock.to_note() + again)
 
     async def _clean(self) -> None:
         """Has the storage let go of what saves that broke off left behind."""

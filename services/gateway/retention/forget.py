@@ -8,13 +8,13 @@ for by a later one; one that cannot be forgotten yet, or fails, is looked at aga
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
 
 import redis.asyncio
 from redis.exceptions import RedisError
 
 from services.common.contract.errors import TinsmithError
+from services.common.process import clock
 from services.common.process.periodic import Periodic
 from services.common.state import keys
 from services.gateway.checkpoints.files import sampled_versions
@@ -59,7 +59,7 @@ class Forgetting:
 
     async def _sweep_if_due(self) -> None:
         if await self._lease.take():
-            await self.sweep(time.time())
+            await self.sweep(clock.to_judge())
 
     async def sweep(self, now: float) -> None:
         """Looks at the sessions that ended longest ago."""

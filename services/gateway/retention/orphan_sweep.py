@@ -9,7 +9,6 @@ by one that knows none of the models. All of this may be done twice, by any gate
 from __future__ import annotations
 
 import logging
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ import redis.asyncio
 
 from services.common.contract import ids
 from services.common.contract.errors import TinsmithError
+from services.common.process import clock
 from services.common.process.pools import DELETIONS
 from services.common.state import keys
 from services.common.storage.data_dir import DataDir
@@ -48,7 +48,7 @@ class OrphanSweep:
         await self._looks.stop()
 
     async def _look(self) -> None:
-        await self.look(time.time())
+        await self.look(clock.to_judge())
 
     async def look(self, now: float) -> None:
         """Looks at every model that has snapshots."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
@@ -21,6 +20,7 @@ import redis.asyncio
 
 from services.common.contract import errors, ids
 from services.common.contract.errors import Gone, ModelBusy
+from services.common.process import clock
 from services.common.process.periodic import Periodic
 from services.common.process.pools import DELETIONS
 from services.common.state import keys
@@ -123,7 +123,7 @@ class Retention:
 
     async def _sweep_if_due(self) -> None:
         if await self._lease.take():
-            await self.sweep(time.time())
+            await self.sweep(clock.to_judge())
 
     async def sweep(self, now: float) -> None:
         """Looks once at every session and model that may hold something without need. What takes long goes
@@ -245,7 +245,7 @@ class Retention:
         await self._cancel_samples(session_id, f"session {session_id} is over")
         models = await self._sessions.models(session_id)
         if models:
-            await self._times.note(keys.ENDED_MODELS, dict.fromkeys(models, now))
+            await self._times.note(keys.ENDED_MODELS, dict.fromkeys(models, max(now, clock.to_note())))
         await self._redis.zrem(keys.ENDED_SESSIONS, session_id)
         return True
 
@@ -267,7 +267,7 @@ class Retention:
             if not await self._do(step, model_id, index.base_model):
                 return False
             if step is ModelStep.CLOSE:
-                await self._times.note(keys.ENDED_MODELS, {model_id: now})
+                await self._times.note(keys.ENDED_MODELS, {model_id: max(now, clock.to_note())})
                 return True
             if step in (ModelStep.DROP, ModelStep.DELETE_SNAPSHOTS):
                 await self._redis.zrem(keys.ENDED_MODELS, model_id)

@@ -12,10 +12,10 @@ import asyncio
 import contextlib
 import logging
 import shutil
-import time
 from collections.abc import Iterable
 
 from services.common.contract.errors import LimitReached, TinsmithError
+from services.common.process import clock
 from services.common.process.pools import DELETIONS
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import delete_directory
@@ -123,7 +123,7 @@ class SnapshotRoom:
         """
         newest = await self._newest(candidate.model_id for candidate in candidates)
         held = await self._held(owner)
-        for snapshot in to_let_go(candidates, held, newest, self._budget, time.time()):
+        for snapshot in to_let_go(candidates, held, newest, self._budget, clock.to_judge()):
             name = f"{snapshot.version} of {snapshot.model_id}"
             try:
                 await self._snapshots.mark_let_go(snapshot.model_id, snapshot.version)

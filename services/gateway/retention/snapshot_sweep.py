@@ -7,13 +7,13 @@ read or removed is tried again later and stops no other. The lease between gatew
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Awaitable
 
 import redis.asyncio
 from prometheus_client import Gauge
 
 from services.common.contract.errors import TinsmithError
+from services.common.process import clock
 from services.common.process.periodic import Periodic
 from services.common.state import keys
 from services.common.telemetry.repeats import Repeats
@@ -60,7 +60,7 @@ class SnapshotSweep:
         """Looks once at what was superseded and at all budgets."""
         for model_id, version in await self._stores.snapshots.superseded(_AT_ONCE):
             # Whatever comes of it, the next ones have their turn.
-            await self._stores.snapshots.supersede(model_id, version, time.time() + _AGAIN_S)
+            await self._stores.snapshots.supersede(model_id, version, clock.to_note() + _AGAIN_S)
             await self._try(f"{model_id}@{version}", self._superseded(model_id, version))
         STORED.set(await self._room.keep_within())
 

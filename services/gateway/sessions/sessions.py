@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ import msgspec
 
 from services.common.contract import ids
 from services.common.contract.errors import Gone, NotFound
+from services.common.process import clock
 from services.common.process.tasks import detached
 from services.common.state.room import Room
 from services.gateway.access.limits import Limits
@@ -73,7 +73,7 @@ class Sessions:
             idempotency_key=idempotency_key or "",
         )
         self._limits.check_metadata(new.user_metadata or {})
-        now = time.time()
+        now = clock.to_note()
         record = SessionRecord(
             session_id=ids.new_session_id(),
             owner=owner,

@@ -31,6 +31,7 @@ from services.common.contract.errors import (
     TinsmithError,
     Unavailable,
 )
+from services.common.process import clock
 from services.common.process.pools import COPIES, COPY_THREADS
 from services.common.process.tasks import cancel_all
 from services.common.storage.base import GoOn, Key, Storage, failure
@@ -274,7 +275,7 @@ class Copies:
                 if await self._models.get(job.key.model_id) is None:
                     raise Unavailable(f"the {job} lost its run meanwhile; send the same request again")
                 # Its time begins now, however long it was made.
-                if not await self._records.put(job.record(time.time())):
+                if not await self._records.put(job.record(clock.to_note())):
                     raise Conflict(f"{job.path} was made of another version; use the next model_seq_id")
         except Exception as error:
             await self._take_back(job, error)

@@ -8,7 +8,6 @@ minute, and its files are due within an hour. One whose claim was taken meanwhil
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +15,7 @@ from contextlib import asynccontextmanager
 import redis.asyncio
 
 from services.common.contract.errors import Unavailable
+from services.common.process import clock
 from services.common.state import keys
 from services.common.state.kept_lease import KeptLease
 from services.common.storage.base import Key
@@ -56,7 +56,7 @@ class CopyClaims:
         """
 
         async def keep_files() -> None:
-            await self._records.look_again(key, time.time() + _LOST_S)
+            await self._records.look_again(key, clock.to_note() + _LOST_S)
 
         def lost() -> None:
             if not limit.expired():
