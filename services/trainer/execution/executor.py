@@ -134,7 +134,8 @@ class Executor:
                 raise ModelNotResident(f"model {operation.model_id} is not on this trainer")
             model = Model(operation.model_id)
         model.sequence.fence(epoch)
-        known = model.sequence.find(operation.seq_id, after)
+        accepted_at = operation.origin.accepted_at
+        known = model.sequence.find(operation.seq_id, after, accepted_at)
         if isinstance(known, Executed):
             return known.result
         if isinstance(known, Running):
@@ -145,7 +146,7 @@ class Executor:
         if self._queued_bytes + size > MAX_QUEUED_BYTES and not is_head:
             raise Overloaded(f"{self._queued_bytes} bytes of operations are waiting; try again later")
         queued = self._operation(operation, work, size)
-        model.sequence.admit(operation.seq_id, after, queued)
+        model.sequence.admit(operation.seq_id, after, queued, accepted_at)
         tokens = None if queued.units is None or queued.forward_only else sum(u.tokens for u in queued.units)
         model.habit.asked(tokens, queued.admitted)
         self._count(queued, 1)

@@ -161,8 +161,9 @@ class Residency:
         """Brings a model back unless it is here. Returns the operation of its durable snapshot.
 
         Args:
-            moved: epoch of the model's last move between trainers; a copy from before is dropped.
-            evict: forgets a model that is here and that another trainer has taken further.
+            moved: epoch of the model's last move between trainers; a copy from before is dropped, as is one
+                that has strayed.
+            evict: forgets a model that is here and is dropped.
 
         Raises:
             SnapshotNotFound: it has none.
@@ -193,7 +194,7 @@ class Residency:
         if not await self.durable.settle(model_id) and not self.durable.failed(model_id):
             raise unwritten(model_id)
         model = self._models.get(model_id)
-        if model is not None and model.sequence.epoch < moved:
+        if model is not None and model.is_outdated(moved):
             await self._discard(model, evict)
         elif model is not None:
             pointer = await self.durable.pointer(model_id)
@@ -256,7 +257,7 @@ class Residency:
         model = self._models.get(model_id)
         if model is None:
             return
-        if model.sequence.epoch < moved:
+        if model.is_outdated(moved):
             await self._discard(model, evict)
             return
         model.sequence.fence(epoch)
@@ -290,13 +291,13 @@ class Residency:
         await asyncio.to_thread(delete_snapshots, self._data, model_id, kept)
 
     async def _discard(self, model: Model, evict: Evict) -> None:
-        """Drops a copy that another trainer has taken further."""
-        evict(model, ModelNotResident(f"another trainer went on with model {model.model_id}"))
+        """Drops a copy that another trainer has taken further, or that is not what the journal comes to."""
+        evict(model, ModelNotResident(f"model {model.model_id} went on without this copy of it"))
         # What is under way must not meet the model that comes in its place.
         while model.held:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_AGAIN_S)
         await self._world.call(DropModel(model.model_id))
-        log.info("dropped %s: another trainer went on with it", model.model_id)
+        log.info("dropped %s: it went on without this copy", model.model_id)
 
     async def _make_way(self, model: Model, wanted: Callable[[], bool] = lambda: True) -> bool:
         """Has a model leave that may come back, unless that is not wanted any more; whether it did."""
@@ -344,7 +345,7 @@ class Residency:
 
     async def _take(self, model_id: str) -> DurableSnapshot | None:
         model = self._models.get(model_id)
-        if model is None:
+        if model is None or model.sequence.strayed:
             return None
         try:
             saved = await self._states.take(model)

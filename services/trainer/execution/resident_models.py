@@ -123,6 +123,10 @@ class Model:
         """Whether it trains all weights."""
         return self.created and self.lora is None
 
+    def is_outdated(self, moved: int) -> bool:
+        """Whether this copy is not the model any more, which moved between trainers last at an epoch."""
+        return self.sequence.strayed or self.sequence.epoch < moved
+
     @property
     def is_busy(self) -> bool:
         """Whether anything of it is still going on."""

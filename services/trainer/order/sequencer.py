@@ -2,7 +2,8 @@
 
 Invariant: operations become ready in seq_id order, each exactly once and not before the predecessor that
 its caller names; one that was admitted before is never admitted again, its caller gets the running
-operation or the kept result instead. Pure: no clock, no I/O, no event loop.
+operation or the kept result instead, and nobody those of another operation. Pure: no clock, no I/O, no
+event loop.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from services.common.contract.errors import Internal, InvalidRequest, Overloaded, StaleEpoch
+from services.common.contract.errors import (
+    Internal,
+    InvalidRequest,
+    ModelNotResident,
+    Overloaded,
+    StaleEpoch,
+)
 
 OpT = TypeVar("OpT")
 ResultT = TypeVar("ResultT")
@@ -47,6 +54,8 @@ class Sequence(Generic[OpT, ResultT]):
         ready: operations in order, not executed yet.
         unfinished: seq_id -> operation admitted and without a result (ready, held early, executing).
         results: seq_id -> result of the last executed operations, oldest first.
+        strayed: another operation has a number by now under which one was admitted here: Redis lost what was
+            acknowledged last, and this is not what the journal comes to any more.
 
     Args:
         size_of: bytes of a result.
@@ -60,7 +69,10 @@ class Sequence(Generic[OpT, ResultT]):
         self.ready: deque[OpT] = deque()
         self.unfinished: dict[int, OpT] = {}
         self.results: OrderedDict[int, ResultT] = OrderedDict()
+        self.strayed = False
         self._tail = applied
+        self._accepted_at: dict[int, float] = {}
+        """seq_id -> when the operation was accepted, of those that were admitted here and are remembered"""
         self._early: dict[int, tuple[int, OpT]] = {}
         """seq_id -> (predecessor, operation)"""
 
@@ -76,14 +88,24 @@ class Sequence(Generic[OpT, ResultT]):
             )
         self.epoch = epoch
 
-    def find(self, seq_id: int, after: int) -> Executed[ResultT] | Running[OpT] | None:
+    def find(
+        self, seq_id: int, after: int, accepted_at: float = 0.0
+    ) -> Executed[ResultT] | Running[OpT] | None:
         """What is known of an operation; None when it is to be admitted now.
 
+        Args:
+            accepted_at: tells it from another one under its number; 0 = that is not known.
+
         Raises:
+            ModelNotResident: it is another one, so the model is to be brought back as the journal has it.
             Internal: it ran so long ago that its result is no longer kept.
             InvalidRequest: it names a predecessor that is not before it.
             Overloaded: too many operations wait.
         """
+        if accepted_at and self._accepted_at.get(seq_id, 0.0) not in (0.0, accepted_at):
+            self.strayed = True
+        if self.strayed:
+            raise ModelNotResident("the model has executed what its journal does not have any more")
         if seq_id in self.results:
             return Executed(self.results[seq_id])
         if seq_id in self.unfinished:
@@ -99,8 +121,9 @@ class Sequence(Generic[OpT, ResultT]):
             raise Overloaded(f"{waiting} operations of this model are waiting; try again later")
         return None
 
-    def admit(self, seq_id: int, after: int, operation: OpT) -> None:
+    def admit(self, seq_id: int, after: int, operation: OpT, accepted_at: float = 0.0) -> None:
         """Takes in an operation that `find` knew nothing of."""
+        self._accepted_at[seq_id] = accepted_at
         self.unfinished[seq_id] = operation
         self._early[seq_id] = (after, operation)
         while self._early:
@@ -148,5 +171,6 @@ class Sequence(Generic[OpT, ResultT]):
         self.results[seq_id] = result
         self._kept_bytes += self._size_of(result)
         while len(self.results) > 1 and (len(self.results) > KEPT_RESULTS or self._kept_bytes > KEPT_BYTES):
-            _, oldest = self.results.popitem(last=False)
+            number, oldest = self.results.popitem(last=False)
+            self._accepted_at.pop(number, None)
             self._kept_bytes -= self._size_of(oldest)

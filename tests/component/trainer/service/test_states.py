@@ -216,6 +216,29 @@ def test_a_copy_from_before_a_model_moved_is_dropped_and_does_not_become_durable
     assert not location.endswith(str(moved + 1).encode())
 
 
+def test_a_number_that_another_operation_has_by_now_is_executed_anew_as_the_journal_has_it(
+    world: TrainerWorld,
+) -> None:
+    model = TrainedModel(world)
+    model.create()
+    world.wait_durable(model.model_id, 0)
+    lost, instead = (
+        operation_pb2.Operation(
+            model_id=model.model_id,
+            seq_id=1,
+            forward_backward=forward_backward(batch(seed)),
+            origin=operation_pb2.Origin(accepted_at=seed),
+        )
+        for seed in (20, 21)
+    )
+    before = world.send(lost).result()
+    assert world.send(lost).result() == before
+    assert status_of(world.send(instead)) is grpc.StatusCode.FAILED_PRECONDITION
+    assert world.restore(model.model_id) == 0
+    assert world.send(instead).result() != before
+    assert world.send(instead).result() != before
+
+
 def model_step(model_id: str, seq_id: int) -> operation_pb2.Operation:
     return operation_pb2.Operation(model_id=model_id, seq_id=seq_id, optim_step=step())
 

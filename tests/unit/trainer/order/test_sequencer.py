@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from services.common.contract.errors import Internal, InvalidRequest, Overloaded, StaleEpoch
+from services.common.contract.errors import (
+    Internal,
+    InvalidRequest,
+    ModelNotResident,
+    Overloaded,
+    StaleEpoch,
+)
 from services.trainer.order.sequencer import (
     KEPT_BYTES,
     KEPT_RESULTS,
@@ -146,3 +152,27 @@ def test_a_full_queue_refuses_but_early_arrivals_never_block_the_next_in_order()
     assert len(sequence.ready) == MAX_WAITING + 1
     with pytest.raises(Overloaded):
         sequence.find(MAX_WAITING + 1, MAX_WAITING)
+
+
+@pytest.mark.parametrize("ran", [True, False])
+def test_another_operation_under_a_number_gets_nothing_of_the_first_one(ran: bool) -> None:
+    sequence: Sequence[str, str] = Sequence()
+    sequence.admit(0, -1, "op0", accepted_at=1.5)
+    if ran:
+        run_head(sequence)
+    assert sequence.find(0, -1, accepted_at=1.5) is not None
+    assert not sequence.strayed
+    with pytest.raises(ModelNotResident):
+        sequence.find(0, -1, accepted_at=2.5)
+    # Nor does what follows go on with it.
+    with pytest.raises(ModelNotResident):
+        sequence.find(1, 0, accepted_at=3.5)
+    assert sequence.strayed
+
+
+def test_when_operations_were_accepted_is_forgotten_with_their_results() -> None:
+    sequence: Sequence[str, str] = Sequence()
+    for seq_id in range(KEPT_RESULTS + 10):
+        sequence.admit(seq_id, seq_id - 1, f"op{seq_id}", accepted_at=1.0 + seq_id)
+        run_head(sequence)
+    assert len(sequence._accepted_at) == KEPT_RESULTS
