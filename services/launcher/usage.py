@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -13,6 +14,7 @@ from services.common.state.registry import ServiceRecord
 from services.gateway.administration import owners
 
 _GIB = 2**30
+_COLUMNS = 100
 
 
 def limits(records: Iterable[ServiceRecord]) -> dict[str, dict[str, int]]:
@@ -34,10 +36,11 @@ def show(limited: Mapping[str, Mapping[str, int]], used: Mapping[str, Mapping[st
     lines: list[str] = []
     alike: dict[str, list[str]] = {}
     for gateway, flags in sorted(limited.items()):
-        told = "  ".join(f"{flag} {value}" for flag, value in sorted(flags.items()))
+        told = "  ".join(f"{flag}={value}" for flag, value in sorted(flags.items()))
         alike.setdefault(told, []).append(gateway)
     for told, gateways in alike.items():
-        lines.append(f"limits of {', '.join(gateways)}: {told}")
+        text = f"limits of {', '.join(gateways)}: {told}"
+        lines += textwrap.wrap(text, _COLUMNS, subsequent_indent="  ", break_on_hyphens=False)
     for owner, has in used.items():
         counts = ", ".join(f"{has[name]} {name}" for name in ("sessions", "models", "checkpoints"))
         files, state = (has[name] / _GIB for name in ("checkpoint_bytes", "state_bytes"))

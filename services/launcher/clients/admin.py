@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 
-from services.common.contract.errors import InvalidRequest, TinsmithError, Unavailable
+from services.common.contract.errors import DeadlineExceeded, InvalidRequest, TinsmithError, Unavailable
 from services.common.process.rpc import from_rpc_error
 from tinsmith.v1 import admin_pb2, admin_pb2_grpc
 
@@ -72,6 +72,8 @@ def _channel(address: str, authorities: Path | None) -> grpc.aio.Channel:
 
 def _typed(error: grpc.aio.AioRpcError, address: str) -> TinsmithError:
     found = from_rpc_error(error)
+    if isinstance(found, DeadlineExceeded):
+        return Unavailable(f"{address} did not answer within {_TIMEOUT_S:.0f} s; its log may say why")
     if isinstance(found, Unavailable):
         return Unavailable(f"{address} does not answer: {found.message}")
     if isinstance(found, InvalidRequest) and error.code() is not grpc.StatusCode.INVALID_ARGUMENT:

@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,7 @@ def _meet(backend: str) -> None:
     )
 
 
+@cache
 def _load_collectives() -> None:
     """Loads DeepSpeed's CPU collectives, compiling them if that was not done.
 

@@ -9,7 +9,7 @@ import redis.asyncio
 from services.common.state import keys
 from services.common.state.registry import Announcer, ServiceRecord
 from services.common.storage.data_dir import DataDir
-from services.launcher import status
+from services.launcher import status, usage
 
 
 async def test_status_tells_the_limits_of_gateways_and_what_each_owner_has(
@@ -35,11 +35,20 @@ async def test_status_tells_the_limits_of_gateways_and_what_each_owner_has(
     assert report["owners"] == {"ann": ann, "bob": dict.fromkeys(ann, 0)}
 
     shown = status.show(report)
-    assert "limits of gateway-0, gateway-1: --max-models 7" in shown
+    assert "limits of gateway-0, gateway-1: --max-models=7" in shown
     assert (
         "ann  2 sessions, 1 models, 1 checkpoints (0.50 GiB), 5 operations that wait, 1.00 GiB in Redis"
     ) in shown
     assert shown.count("its event loop stood still 3 times, for 80 ms at most") == 2
+
+
+def test_limits_fit_a_terminal_of_100_columns_and_no_flag_is_apart_from_its_value() -> None:
+    flags = {f"--a-limit-of-gateways-{number}": 10**number for number in range(12)}
+    lines = usage.show({"gateway-0": flags}, {})
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= 100
+    told = " ".join(lines).removeprefix("limits of gateway-0:").split()
+    assert sorted(told) == sorted(f"{flag}={value}" for flag, value in flags.items())
 
 
 async def test_status_tells_how_many_samples_each_gateway_has_not_answered(

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import time
 
+import pytest
+
+from services.common.contract.errors import Unavailable
+from services.launcher.clients import admin
 from services.launcher.clients.admin import OWNERS, owner_line, service_line, session_line
 from tinsmith.v1 import admin_pb2
 
@@ -40,6 +46,16 @@ def test_an_owner_with_a_long_name_stays_apart_from_the_date_of_a_session() -> N
     session.last_heard_of_at.FromSeconds(999_950)
     told = [cell.strip() for cell in session_line(session, 1_000_000).split("  ") if cell]
     assert told == [session.session_id, session.owner, "6 d", "50 s", "1234567", "open", "run 7"]
+
+
+async def test_a_gateway_that_is_too_slow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "_TIMEOUT_S", 0.2)
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    asked = argparse.Namespace(verb="services", address=address, ca=None, most=1)
+    async with server:
+        with pytest.raises(Unavailable, match=rf"{address} did not answer within"):
+            await asyncio.to_thread(admin.run, asked, "tml-key")
 
 
 def test_what_an_operator_lists_fits_a_terminal_of_100_columns() -> None:
