@@ -2,7 +2,8 @@
 
 Invariant: every time that the loop ran nothing for longer than the threshold is counted, whoever is to blame:
 code that does not wait, a thread that keeps the interpreter's lock, or a machine that gives the process no
-CPU.
+CPU. A busy machine does not fill the log: the first stall is told, each that is twice as long as any before,
+and where they go on one in ten minutes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from prometheus_client import Counter
 
 from services.common.telemetry.frozen import FrozenLoop
+from services.common.telemetry.repeats import SAY_AGAIN_S
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +27,6 @@ STALLED = Counter("tinsmith_loop_stalled_seconds_total", "Seconds that it stood 
 
 THRESHOLD_S = 0.05
 _EVERY_S = 0.02
-_LOG_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class LoopLag:
         self.seen = Lag()
         self._timer: TimerHandle | None = None
         self._log_after = 0.0
+        self._logged = 0.0
+        """The longest that was told."""
 
     async def start(self) -> None:
         self._look_at(asyncio.get_running_loop().time() + _EVERY_S)
@@ -87,11 +90,11 @@ class LoopLag:
         STALLED.inc(late)
         seen = self.seen
         self.seen = Lag(seen.times + 1, seen.seconds + late, max(seen.longest, late))
-        if now >= self._log_after:
+        if now >= self._log_after or late >= 2 * self._logged:
             log.warning(
                 "the event loop stood still for %.0f ms (%d times, %.1f s in all)",
                 late * 1e3,
                 self.seen.times,
                 self.seen.seconds,
             )
-            self._log_after = now + _LOG_EVERY_S
+            self._log_after, self._logged = now + SAY_AGAIN_S, max(self._logged, late)
