@@ -87,10 +87,13 @@ async def write(context: grpc.aio.ServicerContext, reply: Any, seconds: float) -
 
     Raises:
         DeadlineExceeded: it has not.
+        CancelledError: the client has gone, which gRPC may tell here before it cancels the call.
     """
     try:
         async with asyncio.timeout(seconds or None):
             await context.write(reply)
+    except grpc.aio.InternalError as gone:
+        raise asyncio.CancelledError from gone
     except TimeoutError as error:
         raise DeadlineExceeded(
             f"nothing of the stream was read for {seconds:g} s; make the call again, and read what it tells"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator
 
@@ -104,6 +105,42 @@ async def test_a_stream_that_its_client_gives_up_is_closed(
     stream.cancel()
     async with asyncio.timeout(60):
         await results.ended.wait()
+
+
+class LateResults(service_pb2_grpc.TinsmithServiceServicer):
+    """Tells something when its client has gone already, as it may in the moment in which that goes."""
+
+    def __init__(self) -> None:
+        self.told = asyncio.Event()
+
+    async def ReadResults(
+        self, request: results_pb2.ReadResultsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[results_pb2.ReadResultsResponse]:
+        yield results_pb2.ReadResultsResponse(request_id="0")
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        try:
+            yield results_pb2.ReadResultsResponse(request_id="1")
+        finally:
+            self.told.set()
+
+
+async def test_the_log_does_not_tell_of_a_client_that_goes_while_it_is_written_to(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    late = LateResults()
+    add = service_pb2_grpc.add_TinsmithServiceServicer_to_server
+    server = await rpc.serve([(add, late, "tinsmith.v1.TinsmithService")], "127.0.0.1:0")
+    try:
+        async with rpc.channel(f"127.0.0.1:{server.port}") as channel:
+            asked = results_pb2.ReadResultsRequest()
+            stream = service_pb2_grpc.TinsmithServiceStub(channel).ReadResults(asked, timeout=60)
+            await stream.read()
+            stream.cancel()
+            await asyncio.wait_for(late.told.wait(), 60)
+    finally:
+        await server.drain(1)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_the_public_port_waits_for_minutes_and_services_for_one_another_without_end() -> None:
