@@ -167,6 +167,9 @@ class SampleJournal:
         found: list[str] = []
         for start in range(0, len(sampling_session_ids), _AT_ONCE):
             some = sampling_session_ids[start : start + _AT_ONCE]
+            # Of very many hardly any have some. One question for all of them costs less than one for each.
+            if len(some) > 1 and not await self._redis.exists(*map(keys.pending_samples, some)):
+                continue
             pipeline = self._redis.pipeline(transaction=False)
             for name in some:
                 pipeline.smembers(keys.pending_samples(name))

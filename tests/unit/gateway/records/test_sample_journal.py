@@ -202,3 +202,16 @@ async def test_completions_expire_with_the_results_they_announce(any_redis: redi
     await journal.publish(new, result())
     assert (await names(journal, 0))[0] == [new]
     assert 0 < await any_redis.ttl(key) <= day
+
+
+async def test_what_is_pending_of_many_sampling_sessions_is_looked_for_in_those_that_have_some(
+    any_redis: redis.asyncio.Redis,
+) -> None:
+    journal = SampleJournal(any_redis)
+    requests = await accepted(journal, 1, 2)
+    others = [ids.sampling_session_id("other", number) for number in range(2000)]
+    await any_redis.config_resetstat()
+    assert sorted(await journal.pending([*others[:1000], SESSION, *others[1000:]])) == sorted(requests)
+    asked = await any_redis.info("commandstats")
+    calls = sum(stats["calls"] for name, stats in asked.items() if not name.startswith("cmdstat_config"))
+    assert calls < 300
