@@ -22,7 +22,14 @@ from services.trainer.execution.executor import READ_ASIDE_BYTES, Executor
 from services.trainer.execution.measures import count_pass
 from services.trainer.execution.resident_models import Model, Rejected
 from tests.unit.gateway.tensors import tensor
-from tests.unit.trainer.execution.executing import executor_of, ledger
+from tests.unit.trainer.execution.executing import (
+    Recorded,
+    Trainer,
+    batch,
+    executor_of,
+    ledger,
+    resident,
+)
 from tinsmith.internal.v1 import operation_pb2
 
 
@@ -156,3 +163,19 @@ def test_a_pass_counts_its_time_what_each_batch_computes_and_all_that_was_sent()
         }
     )
     assert counted("tinsmith_passed_tokens_total", direction="forward") - forward == 7
+
+
+async def test_another_operation_under_a_number_that_ran_is_not_answered_with_what_that_came_to(
+    tmp_path: Path,
+) -> None:
+    trainer = Trainer(Recorded(), tmp_path, resident("s:train:0"))
+    lost, instead = batch("s:train:0", 1), batch("s:train:0", 1)
+    lost.origin.accepted_at, instead.origin.accepted_at = 1.5, 2.5
+    lost_again = operation_pb2.Operation.FromString(lost.SerializeToString())
+    lost_again.origin.handed_at = 9.0
+    async with trainer.executes():
+        result = await (await trainer.ask(lost))
+        assert await (await trainer.ask(lost_again)) == result
+        with pytest.raises(ModelNotResident):
+            await trainer.ask(instead)
+    assert trainer.models["s:train:0"].is_outdated(0)

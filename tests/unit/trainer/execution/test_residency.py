@@ -250,6 +250,18 @@ async def test_a_copy_from_before_the_models_last_move_is_dropped_and_read_anew(
     assert trainer.engine.done == ["CreateModel", "DropModel", "CreateModel"]
 
 
+async def test_a_copy_that_has_strayed_from_the_journal_is_dropped_and_read_anew(trainer: Trainer) -> None:
+    trainer.stored(MODEL)
+    await trainer.restore(MODEL, epoch=4)
+    copy = trainer.models[MODEL]
+    copy.sequence.strayed = True
+    trainer.residency.durable.changed(MODEL)
+    assert await trainer.restore(MODEL, epoch=4) == SEQ_ID
+    assert trainer.models[MODEL] is not copy
+    assert trainer.engine.done == ["CreateModel", "DropModel", "CreateModel"]
+    assert trainer.pointers.marked == [], "what it went on to became durable"
+
+
 async def test_a_model_whose_restore_nobody_waited_for_is_of_after_the_move(trainer: Trainer) -> None:
     trainer.stored(MODEL)
     trainer.engine.gate.clear()
