@@ -2,8 +2,9 @@
 
 A Redis that syncs its file every second loses up to the last second when its machine loses power. Invariant:
 what a gateway acknowledged within KEPT_S before Redis went away it writes again as soon as Redis is back,
-while it lives itself. Every write noted here changes nothing when it is repeated. Until that is surely done
-by every gateway, an object that is not found counts as not restored yet, and not as unknown.
+while it lives itself, and nothing is acknowledged of which a part went to the Redis of before. Every write
+noted here changes nothing when it is repeated. Until that is surely done by every gateway, an object that is
+not found counts as not restored yet, and not as unknown.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class RedoLog:
         self._writes: deque[_Write] = deque()
         self._bytes = 0
         self._run_id = ""
+        self._restarts = 0
         self._restarted_at: float | None = None
         self._repeating = asyncio.Lock()
         self._asked: asyncio.Task[None] | None = None
@@ -80,15 +82,20 @@ class RedoLog:
         self,
         write: Callable[[], Awaitable[T]],
         size: int = 0,
-        again: Callable[[], Awaitable[object]] | None = None,
+        again: Callable[[], Awaitable[T]] | None = None,
     ) -> T:
-        """Makes a write that may be repeated, and remembers it.
+        """Makes a write that may be repeated, and remembers it. Where Redis restarted meanwhile it is repeated
+        at once: nobody else would.
 
         Args:
             again: how to repeat it, when otherwise than by `write`.
             size: bytes of payload that are kept with it.
         """
+        restarts = self._restarts
         result = await write()
+        while restarts != self._restarts:
+            restarts = self._restarts
+            result = await (again or write)()
         self._writes.append(_Write(again or write, size, asyncio.get_running_loop().time()))
         self._bytes += size
         while self._bytes > self._most_bytes:
@@ -128,6 +135,9 @@ class RedoLog:
         async with self._repeating:
             if self._run_id and run_id != self._run_id:
                 self._restarted_at = asyncio.get_running_loop().time()
+                # One that a replica took over from may not know it yet, and would still take writes.
+                await self._redis.connection_pool.disconnect(inuse_connections=False)
+                self._restarts += 1
                 await self._repeat()
             else:
                 while self._writes and self._writes[0].made < now - KEPT_S:

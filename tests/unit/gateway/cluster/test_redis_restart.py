@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,52 @@ async def test_what_was_acknowledged_long_before_is_not_kept(
     server.restart(forget=True)
     await known._look()
     assert await client.get("count") is None
+
+
+async def test_a_write_that_was_under_way_when_redis_came_back_without_its_beginning_is_made_again(
+    server: ForgetfulRedis, client: redis.asyncio.Redis
+) -> None:
+    known = RedoLog(client)
+    await known._look()
+    tries = 0
+
+    async def write() -> int:
+        nonlocal tries
+        tries += 1
+        await client.set("begin", tries)
+        if tries == 1:
+            server.restart(forget=True)
+            await known._look()
+        await client.set("end", tries)
+        return tries
+
+    assert await known.perform(write) == 2
+    assert (await client.get("begin"), await client.get("end")) == (b"2", b"2")
+
+
+async def test_nothing_is_written_to_the_redis_of_before_once_another_one_was_seen(tmp_path: Path) -> None:
+    # The address leads to the second one by now, and the first one does not know it yet.
+    address = tmp_path / "a"
+    address.mkdir()
+    with ExitStack() as running:
+        for name in ("1", "2"):
+            running.enter_context(redis_server(redis_server_kinds()["valkey"], tmp_path / name))
+        (address / "redis.sock").symlink_to(tmp_path / "1" / "redis.sock")
+        client = connect(f"unix://{address}/redis.sock")
+        known = RedoLog(client)
+        await known._look()
+        await asyncio.gather(*(client.ping() for _ in range(4)))
+        (address / "redis.sock").unlink()
+        (address / "redis.sock").symlink_to(tmp_path / "2" / "redis.sock")
+        # As where its own connection breaks first.
+        broken = await client.connection_pool.get_connection()
+        await broken.disconnect()
+        await client.connection_pool.release(broken)
+        await known._look()
+        await asyncio.gather(*(known.perform(partial(client.set, str(n), 1)) for n in range(4)))
+        await client.aclose()
+        async with connect(f"unix://{tmp_path}/2/redis.sock") as second:
+            assert await second.dbsize() == 4
 
 
 async def test_what_was_acknowledged_before_a_long_absence_of_redis_is_kept(
