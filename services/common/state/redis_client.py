@@ -129,6 +129,13 @@ def connect(url: str) -> redis.asyncio.Redis:
     return redis.asyncio.Redis.from_pool(pool)
 
 
+def apart(client: redis.asyncio.Redis) -> redis.asyncio.Redis:
+    """A client of the same Redis that shares no connection with another."""
+    pool = client.connection_pool
+    own = redis.asyncio.ConnectionPool(pool.connection_class, **pool.connection_kwargs)
+    return redis.asyncio.Redis.from_pool(own)
+
+
 async def until_there(client: redis.asyncio.Redis, seconds: float = AWAITED_S) -> None:
     """Waits for a Redis that is not there yet, or still loads: a cluster starts its services in any order.
 

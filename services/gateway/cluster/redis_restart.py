@@ -22,6 +22,7 @@ from services.common.contract.errors import TinsmithError, Unavailable
 from services.common.process import clock
 from services.common.process.periodic import Periodic
 from services.common.process.tasks import cancel_all, detached
+from services.common.state import redis_client
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class RedoLog:
         most_bytes: int = _MOST_BYTES,
     ) -> None:
         self._redis = client
+        self._asks = redis_client.apart(client)
         self._before_repeating = before_repeating
         self._most_bytes = most_bytes
         self._writes: deque[_Write] = deque()
@@ -77,6 +79,7 @@ class RedoLog:
     async def stop(self) -> None:
         await self._looks.stop()
         await cancel_all([self._asked])
+        await self._asks.aclose()
 
     async def perform(
         self,
@@ -84,7 +87,7 @@ class RedoLog:
         size: int = 0,
         again: Callable[[], Awaitable[T]] | None = None,
     ) -> T:
-        """Makes a write that may be repeated, and remembers it. Where Redis restarted meanwhile it is repeated
+        """Makes a write that may be repeated, and remembers it. Where Redis restarted meanwhile it repeats it
         at once: nobody else would.
 
         Args:
@@ -125,7 +128,10 @@ class RedoLog:
     async def _look(self) -> None:
         """Repeats the last writes when Redis is another process than before; else forgets old ones."""
         now = asyncio.get_running_loop().time()
-        info = await self._redis.info("server", "replication")
+        # By a new connection, which leads to where the address does now: those that are there may lead to a
+        # primary that does not know yet that a replica took over from it.
+        await self._asks.connection_pool.disconnect()
+        info = await self._asks.info("server", "replication")
         if info.get("role", "master") != "master":
             # Every idle connection may lead there; the next ones lead to where the address does by now.
             await self._redis.connection_pool.disconnect(inuse_connections=False)

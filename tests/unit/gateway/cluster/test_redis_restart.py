@@ -134,11 +134,8 @@ async def test_nothing_is_written_to_the_redis_of_before_once_another_one_was_se
         await asyncio.gather(*(client.ping() for _ in range(4)))
         (address / "redis.sock").unlink()
         (address / "redis.sock").symlink_to(tmp_path / "2" / "redis.sock")
-        # As where its own connection breaks first.
-        broken = await client.connection_pool.get_connection()
-        await broken.disconnect()
-        await client.connection_pool.release(broken)
-        await known._look()
+        with pytest.raises(Unavailable, match="restarted"):
+            await known.refuse_while_restoring()
         await asyncio.gather(*(known.perform(partial(client.set, str(n), 1)) for n in range(4)))
         await client.aclose()
         async with connect(f"unix://{tmp_path}/2/redis.sock") as second:
