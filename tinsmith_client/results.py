@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
@@ -71,37 +72,27 @@ class Pending(Generic[T]):
             raise RequestFailed(self._known.error)
         return self._pick(self._known)
 
-    def waiting_for(self) -> str:
-        """Why the work does not go on at present; empty when it does, is done, or nobody could be asked."""
+    def waiting_for(self, seconds: float = _ASKED_S) -> str:
+        """Why the work does not go on at present; empty when it does, is done, or nobody answered in time."""
         request = results_pb2.GetResultRequest(request_id=self.request_id, timeout_seconds=0)
         with contextlib.suppress(CallFailed):
-            return str(self._calls.once("GetResult", request, _ASKED_S).waiting_for)
+            return str(self._calls.once("GetResult", request, seconds).waiting_for)
         return ""
 
-    def _say_why(self, told: str) -> str:
-        """Tells what it waits for, unless that was told; what is known to be told then."""
-        reason = self.waiting_for()
-        if reason and reason != told:
-            log.warning("%s waits: %s", self.request_id, reason)
-        return reason
-
     def _wait(self, timeout: float | None) -> results_pb2.OperationResult:
-        end = None if timeout is None else time.monotonic() + timeout
-        turn, told = _SILENT_S, ""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        silence = _Silence(end)
         for attempt in self._calls.attempts():
-            left = turn if end is None else max(0.0, min(turn, end - time.monotonic()))
-            began = time.monotonic()
+            began, left = time.monotonic(), silence.left()
             try:
                 found = self._read(left)
                 if found is not None:
                     return found
-                if left == turn:
-                    turn, told = _WAIT_S, self._say_why(told)
+                silence.goes_on(self)
             except CallFailed as error:
                 attempt.failed(error)
-            if end is not None and time.monotonic() >= end:
-                why = told and f": {told}"
-                raise TimeoutError(f"{self.request_id} has no result after {timeout:g} s{why}")
+            if time.monotonic() >= end:
+                raise TimeoutError(f"{self.request_id} has no result after {timeout:g} s{silence.why}")
             _rest(began, left)
         raise AssertionError("attempts end with an error")
 
@@ -122,7 +113,7 @@ def as_completed(pending: Iterable[Pending[T]], timeout: float | None = None) ->
         TimeoutError: not all are there yet. Ask again for the others.
         Unreachable: while iterating: the service cannot be asked.
     """
-    end = None if timeout is None else time.monotonic() + timeout
+    end = math.inf if timeout is None else time.monotonic() + timeout
     left: dict[str, list[Pending[T]]] = {}
     for one in pending:
         if one._known is not None:
@@ -132,11 +123,10 @@ def as_completed(pending: Iterable[Pending[T]], timeout: float | None = None) ->
     if not left:
         return
     calls = next(iter(left.values()))[0]._calls
-    turn, told = _SILENT_S, ""
+    silence = _Silence(end)
     for attempt in calls.attempts():
         asked = list(left)[:_AT_ONCE]
-        most = turn if len(left) <= _AT_ONCE else _TURN_S
-        seconds = most if end is None else max(0.0, min(most, end - time.monotonic()))
+        seconds = silence.left() if len(left) <= _AT_ONCE else min(_TURN_S, silence.left())
         had: list[str] = []
         began, number = time.monotonic(), len(left)
         try:
@@ -153,17 +143,55 @@ def as_completed(pending: Iterable[Pending[T]], timeout: float | None = None) ->
             let_go(calls, had)
         if not left:
             return
-        if len(left) == number and seconds == turn and attempt.error is None:
-            turn, told = _WAIT_S, next(iter(left.values()))[0]._say_why(told)
-        if end is not None and time.monotonic() >= end:
-            why = told and f": {told}"
-            raise TimeoutError(f"{len(left)} requests have no result after {timeout:g} s{why}")
+        if len(left) < number:
+            silence.ends()
+        elif attempt.error is None:
+            silence.goes_on(next(iter(left.values()))[0])
+        if time.monotonic() >= end:
+            raise TimeoutError(f"{len(left)} requests have no result after {timeout:g} s{silence.why}")
         if len(left) == number:
             _rest(began, seconds)
         for request_id in asked:
             # Those that were asked for wait behind the others.
             if request_id in left:
                 left[request_id] = left.pop(request_id)
+
+
+class _Silence:
+    """In which nothing comes: why is asked for after a while, and then now and again.
+
+    Args:
+        end: until when results are waited for, by `time.monotonic`.
+
+    Attributes:
+        why: nothing came, as the end of a sentence.
+    """
+
+    def __init__(self, end: float) -> None:
+        self.why = ""
+        self._end = end
+        self._patience = _SILENT_S
+        self.ends()
+
+    def ends(self) -> None:
+        """Something came."""
+        self._ask_at = time.monotonic() + self._patience
+
+    def left(self) -> float:
+        """Seconds to wait until there is something else to do."""
+        return max(0.0, min(self._ask_at, self._end) - time.monotonic())
+
+    def goes_on(self, one: Pending[Any]) -> None:
+        """Nothing came yet. Tells, when it is time to, what one of those that are waited for waits for."""
+        seconds = min(_ASKED_S, self._end - time.monotonic())
+        if time.monotonic() < self._ask_at or seconds <= 0:
+            return
+        reason = one.waiting_for(seconds)
+        why = reason and f": {reason}"
+        if why and why != self.why:
+            log.warning("%s waits%s", one.request_id, why)
+        self.why, self._patience = why, _WAIT_S
+        self.ends()
 
 
 def let_go(calls: Calls, request_ids: list[str]) -> None:

@@ -21,6 +21,7 @@ import msgspec
 from redis.exceptions import RedisError
 
 from services.common.contract.errors import InvalidRequest, TinsmithError, Unavailable
+from services.common.process import clock
 from services.common.state import redis_client
 from services.gateway.audit.record import AuditRecord, new_id
 from services.gateway.audit.store import AuditStore
@@ -91,6 +92,7 @@ def run(args: argparse.Namespace, redis_url: str) -> None:
     async def connected() -> None:
         client = redis_client.connect(redis_url)
         try:
+            clock.hear(await redis_client.time_of(client))
             await _carry_out(args, KeyStore(client), AuditStore(client))
         except RedisError as error:
             raise Unavailable(f"Redis does not answer: {error}") from error

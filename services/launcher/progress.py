@@ -126,7 +126,7 @@ def _doing(line: str) -> str:
     """What a process of ours says in a line of its log; empty = nothing."""
     if line.startswith('{"time"'):
         with contextlib.suppress(ValueError):
-            return str(json.loads(line).get("message", ""))
+            return " ".join(str(json.loads(line).get("message", "")).split())
     found = _OURS.match(line)
     return found[1] if found else ""
 

@@ -5,8 +5,6 @@ Invariant: every store, queue and writer of rank 0 is made here, once.
 
 from __future__ import annotations
 
-from functools import partial
-
 import redis.asyncio
 import torch
 
@@ -26,7 +24,7 @@ from services.trainer.execution.resident_models import Model
 from services.trainer.execution.states import States, staging_of
 from services.trainer.files.base import Base
 from services.trainer.files.checkpoints import CheckpointStore
-from services.trainer.files.volume import check_same, identified
+from services.trainer.files.volume import Volume
 from services.trainer.order.scheduler import Limits
 from services.trainer.publish.broadcast import Broadcaster
 from services.trainer.publish.publisher import Publisher
@@ -78,7 +76,8 @@ class Trainer:
         self.shortage.heard()
         self.micro_batch_tokens = self.shortage.tokens(config.micro_batch_tokens)
         staging = staging_of(data, config.id)
-        self.states = States(world, base, staging)
+        volume = Volume(data)
+        self.states = States(world, base, volume, staging)
         self.residency = Residency(
             world,
             models,
@@ -93,12 +92,11 @@ class Trainer:
             engine.adapter_host_bytes,
             Restores(self.crashes),
         )
-        checkpoints = CheckpointStore(
-            connect(config.checkpoint_store, data),
-            base,
-            staging,
-            (lambda: None) if config.checkpoint_store else partial(check_same, data, identified(data)),
-        )
+        storage = connect(config.checkpoint_store, data)
+        if config.checkpoint_store:
+            checkpoints = CheckpointStore(storage, base, staging)
+        else:
+            checkpoints = CheckpointStore(storage, base, staging, volume.check)
 
         # What sends weights to samplers.
         self.broadcaster = Broadcaster(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shlex
 import socket
 import subprocess
@@ -51,8 +52,10 @@ class BundledRedis:
         assert "dir /data" in script
         own = [f"dir {self.data}", f"port {self.port}", "bind 127.0.0.1", *more]
         script = script.replace("dir /data", "\n".join(own))
+        # As a write to a full disk does, one beyond what a file may have is to fail and not to end it.
+        ignoring = ["env", "--ignore-signal=XFSZ", shell, flag, script]
         process = subprocess.Popen(
-            [shell, flag, script], env=self.environment, stdout=subprocess.DEVNULL, start_new_session=True
+            ignoring, env=self.environment, stdout=subprocess.DEVNULL, start_new_session=True
         )
         for _ in range(100):
             with socket.socket() as probe:
@@ -172,7 +175,25 @@ def test_a_redis_that_loads_what_it_was_given_is_alive_and_not_ready(bundled_red
     finally:
         server.kill()
         server.wait()
-    assert states == {"startupProbe": False, "readinessProbe": False, "livenessProbe": True}
+    assert states == {"startupProbe": True, "readinessProbe": False, "livenessProbe": True}
+
+
+def test_a_redis_whose_disk_is_full_is_alive_and_not_ready(bundled_redis: BundledRedis) -> None:
+    """It has in memory what it could not write, and goes on when there is space."""
+    server = bundled_redis.start()
+    client = bundled_redis.client(PASSWORD)
+    try:
+        client.set("key", "x")
+        before = resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+        client.set("key", "y")
+        wait_for(lambda: client.info("persistence")["aof_last_write_status"] == "err")
+        full = {name: bundled_redis.probed(name) for name in PROBES}
+        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, before)
+        wait_for(lambda: bundled_redis.probed("readinessProbe"))
+    finally:
+        server.kill()
+        server.wait()
+    assert full == {"startupProbe": True, "readinessProbe": False, "livenessProbe": True}
 
 
 def wait_for(holds: Callable[[], bool]) -> None:

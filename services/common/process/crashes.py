@@ -1,15 +1,16 @@
 """Which requests bring a process down.
 
 Invariant: what a process was executing when it died, at whatever moment and of whatever cause, is known to
-its successor, because it is written to a file before it is begun. A request that was under way in
-MOST_CRASHES deaths in a row is given up: it is not begun again for REST_S, and then once at a time. Who asks
-for it after it was given up needs it, as a replay does, and what it died of may be over. One that was under
-way in any death is a *suspect*: whoever runs it sees to it that few others are blamed with it. Where the
-process could tell what it dies of, nobody else is blamed, and one death is enough.
+its successor, because it is written to a file before it is begun, where that can be written. A request that
+was under way in MOST_CRASHES deaths in a row is given up: it is not begun again for REST_S, and then once at
+a time. Who asks for it after it was given up needs it, as a replay does, and what it died of may be over. One
+that was under way in any death is a *suspect*: whoever runs it sees to it that few others are blamed with it.
+Where the process could tell what it dies of, nobody else is blamed, and one death is enough.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import Counter
@@ -21,6 +22,9 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from services.common.contract.errors import Internal
+from services.common.telemetry.repeats import Repeats
+
+log = logging.getLogger(__name__)
 
 MOST_CRASHES = 3
 REST_S = 3600.0
@@ -85,6 +89,7 @@ class CrashLedger(Generic[Key]):
         self._path = path
         self._who = who
         self._clock = clock
+        self._unwritten = Repeats(log, "which requests are executed was not written down")
         self._executing: Counter[Key] = Counter()
         self._acquitted: set[Key] = set()
         self._crashes: dict[Key, int] = {}
@@ -190,11 +195,14 @@ class CrashLedger(Generic[Key]):
         self._crashes = {key: min(deaths, MOST_CRASHES - 1) for key, deaths in self._crashes.items()}
         self._executing.clear()
         self._acquitted.clear()
-        self._compact()
+        try:
+            self._compact()
+            if not self._crashes:
+                self._path.unlink(missing_ok=True)
+        except OSError as error:
+            self._unwritten.failed(self._path.name, error)
         os.close(self._file)
         self._file = _CLOSED
-        if not self._crashes:
-            self._path.unlink(missing_ok=True)
 
     def _is_barred(self, key: Key) -> bool:
         return self._crashes.get(key, 0) >= MOST_CRASHES
@@ -203,10 +211,13 @@ class CrashLedger(Generic[Key]):
         if self._file == _CLOSED:
             # What is still under way when a process ends in order does it no harm.
             return
-        text = msgspec.json.encode(line) + b"\n"
-        self._size += os.write(self._file, text)
-        if self._size > _MOST_BYTES:
-            self._compact()
+        try:
+            self._size += os.write(self._file, msgspec.json.encode(line) + b"\n")
+            if self._size > _MOST_BYTES:
+                self._compact()
+        except OSError as error:
+            # Of a volume that is full or away. To end of it would be the crash that this is kept against.
+            self._unwritten.failed(self._path.name, error)
 
     def _compact(self) -> None:
         """Puts a file with the present state in the place of the grown one."""

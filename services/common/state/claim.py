@@ -172,8 +172,7 @@ async def claimed(redis_url: str, kind: str, service_id: str) -> AsyncIterator[r
         await claim.take()
         try:
             await versions.join(client)
-            seconds, micros = await client.time()
-            clock.hear(seconds + micros / 1e6)
+            clock.hear(await redis_client.time_of(client))
             yield client
         finally:
             await claim.give_back()

@@ -136,6 +136,12 @@ def apart(client: redis.asyncio.Redis) -> redis.asyncio.Redis:
     return redis.asyncio.Redis.from_pool(own)
 
 
+async def time_of(client: redis.asyncio.Redis) -> float:
+    """What Redis' clock says, in seconds since 1970."""
+    seconds, micros = await client.time()
+    return float(seconds + micros / 1e6)
+
+
 async def until_there(client: redis.asyncio.Redis, seconds: float = AWAITED_S) -> None:
     """Waits for a Redis that is not there yet, or still loads: a cluster starts its services in any order.
 

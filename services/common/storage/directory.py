@@ -179,8 +179,8 @@ class DirectoryStorage(Storage):
     def delete(self, key: Key, grace: float = GRACE_S) -> float | None:
         path = self._path(key)
         with suppress(FileNotFoundError):
-            # The time of the deletion.
-            os.utime(path)
+            deleted_at = clock.to_note()
+            os.utime(path, (deleted_at, deleted_at))
             path.rename(path.with_name(f"{_DELETED}{key.version}-{uuid.uuid4().hex}"))
         left = None
         for doomed in self._deleted(key):

@@ -92,9 +92,10 @@ class LoopLag:
         self.seen = Lag(seen.times + 1, seen.seconds + late, max(seen.longest, late))
         if now >= self._log_after or late >= 2 * self._logged:
             log.warning(
-                "the event loop stood still for %.0f ms (%d times, %.1f s in all)",
+                "the event loop stood still for %.0f ms (%d times, %.1f s in all, %.0f ms at most)",
                 late * 1e3,
                 self.seen.times,
                 self.seen.seconds,
+                self.seen.longest * 1e3,
             )
-            self._log_after, self._logged = now + SAY_AGAIN_S, max(self._logged, late)
+            self._log_after, self._logged = now + SAY_AGAIN_S, self.seen.longest

@@ -13,10 +13,12 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import redis.asyncio
+from redis.exceptions import RedisError
 
 from services.common.contract.errors import TinsmithError, Unavailable
 from services.common.process import clock
@@ -130,25 +132,31 @@ class RedoLog:
         now = asyncio.get_running_loop().time()
         # By a new connection, which leads to where the address does now: those that are there may lead to a
         # primary that does not know yet that a replica took over from it.
-        await self._asks.connection_pool.disconnect()
+        await self._asks.connection_pool.disconnect(inuse_connections=False)
         info = await self._asks.info("server", "replication")
         if info.get("role", "master") != "master":
-            # Every idle connection may lead there; the next ones lead to where the address does by now.
-            await self._redis.connection_pool.disconnect(inuse_connections=False)
+            await self._leave_connections()
             raise Unavailable("this Redis is a replica of another and takes no writes")
         clock.hear(info["server_time_usec"] / 1e6)
         run_id = str(info.get("run_id", ""))
         async with self._repeating:
             if self._run_id and run_id != self._run_id:
                 self._restarted_at = asyncio.get_running_loop().time()
-                # One that a replica took over from may not know it yet, and would still take writes.
-                await self._redis.connection_pool.disconnect(inuse_connections=False)
+                await self._leave_connections()
                 self._restarts += 1
                 await self._repeat()
             else:
                 while self._writes and self._writes[0].made < now - KEPT_S:
                     self._forget_oldest()
             self._run_id = run_id
+
+    async def _leave_connections(self) -> None:
+        """From now on all lead to where the address does by now, those in use when they are free again: a
+        primary that a replica took over from may not know it yet, and would still take writes."""
+        pool = self._redis.connection_pool
+        await pool.update_active_connections_for_reconnect()
+        with suppress(RedisError, OSError):
+            await pool.disconnect(inuse_connections=False)
 
     async def _repeat(self) -> None:
         log.warning("Redis restarted; repeating the last %d acknowledged writes", len(self._writes))

@@ -351,6 +351,8 @@ class ModelRunner:
         elif action is Action.FAIL:
             log.error("operation %d of %s failed: %s", send.seq_id, self.model_id, error.message)
             await self._publisher.publish(operation, failed)
+        # A creation needs no model: the trainer has one of a creation that the journal lost.
+        self._discards |= send.seq_id == 0 and isinstance(error, errors.ModelNotResident)
         self._synchronised = False
 
     async def _replay_failed(self, seq_id: int, error: TinsmithError) -> None:

@@ -85,7 +85,7 @@ class KeyStore:
         record, key = mint(rights, now)
         if rights.expires_at is not None and rights.expires_at <= now:
             raise InvalidRequest("the key would have ended before it was made", field="expires_at")
-        await self._put(record, now)
+        await self._put(record)
         return record, key
 
     async def revoke(self, key_id: str) -> KeyRecord:
@@ -112,7 +112,7 @@ class KeyStore:
         if keep_seconds > 0:
             until = min(now + keep_seconds, old.expires_at or float("inf"))
             then = msgspec.json.encode(msgspec.structs.replace(old, expires_at=until))
-        await self._put(record, now, key_id, raw, then)
+        await self._put(record, key_id, raw, then)
         return record, key
 
     async def get(self, key_id: str) -> KeyRecord:
@@ -125,9 +125,7 @@ class KeyStore:
             raise NotFound(f"no API key has the id {key_id[:40]!r}; `tinsmith keys list` tells them")
         return bytes(raw)
 
-    async def _put(
-        self, record: KeyRecord, now: float, other: str = "", as_read: bytes = b"", then: bytes = b""
-    ) -> None:
+    async def _put(self, record: KeyRecord, other: str = "", as_read: bytes = b"", then: bytes = b"") -> None:
         """Keeps a new key, and changes another one from what was read to what it is then; empty: it goes."""
         await self._drop_ended(clock.to_judge())
         raw = msgspec.json.encode(record)

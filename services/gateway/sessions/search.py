@@ -7,11 +7,11 @@ checkpoints.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.common.contract.errors import InvalidRequest, NotFound
+from services.common.process import clock
 from services.gateway.access.limits import Limits
 from services.gateway.records.checkpoint import CheckpointStore
 from services.gateway.records.listed import Cursor, Listed
@@ -135,7 +135,7 @@ class SessionSearch:
             records = await self._store.readable([session_id for session_id, _ in chunk])
             for (session_id, created_at), record in zip(chunk, records, strict=True):
                 seen, after = seen + 1, Cursor(created_at, session_id)
-                if record is not None and matches(query, record, time.time()):
+                if record is not None and matches(query, record, clock.to_judge()):
                     found.append(record)
                     if len(found) == query.limit:
                         break

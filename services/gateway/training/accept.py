@@ -366,12 +366,18 @@ class Models:
         operation.origin.accepted_at = time.time()
         request_id = ids.request_id(operation.model_id, operation.seq_id)
         subject.note(owner, operation.model_id, request_id, operation.refused.code)
+        to_run = False
+
+        async def accept(before: bool) -> Accepted:
+            nonlocal to_run
+            made = await self._journal.accept(operation, owner, accepted_before=before, digest=asked)
+            # Written again, as Redis was started anew meanwhile, it may have been there from the first time.
+            to_run |= made.to_run
+            return Accepted(made.request_id, to_run)
+
         try:
-            accepted = await self._redo_log.perform(
-                lambda: self._journal.accept(operation, owner, digest=asked),
-                operation.ByteSize(),
-                lambda: self._journal.accept(operation, owner, accepted_before=True, digest=asked),
-            )
+            size = operation.ByteSize()
+            accepted = await self._redo_log.perform(lambda: accept(False), size, lambda: accept(True))
             await failpoints.reach("gateway.after_accept")
         finally:
             # Also when the caller has gone: the operation may be in the journal.

@@ -144,7 +144,14 @@ class Residency:
         """With the last move that each knows of."""
         self._restores = restores
         self.durable = DurableStore(
-            data, staging, pointers, self._answered, self._take, self._epoch_of, self._note_durable
+            data,
+            staging,
+            pointers,
+            self._answered,
+            self._take,
+            self._epoch_of,
+            self._strayed,
+            self._note_durable,
         )
         self.full = FullModels(models, max_full_models, self._make_way)
         host = HostRoom(models, host_bytes, host_bytes_of, self._move, self._let_go)
@@ -345,7 +352,7 @@ class Residency:
 
     async def _take(self, model_id: str) -> DurableSnapshot | None:
         model = self._models.get(model_id)
-        if model is None or model.sequence.strayed:
+        if model is None or self._strayed(model_id):
             return None
         try:
             saved = await self._states.take(model)
@@ -379,6 +386,10 @@ class Residency:
     def _epoch_of(self, model_id: str) -> int:
         model = self._models.get(model_id)
         return model.sequence.epoch if model is not None else 0
+
+    def _strayed(self, model_id: str) -> bool:
+        model = self._models.get(model_id)
+        return model is not None and model.sequence.strayed
 
     def _note_durable(self, model_id: str, seq_id: int) -> None:
         model = self._models.get(model_id)

@@ -17,6 +17,7 @@ from services.trainer.compute.data import ModelState, ShardedState
 from services.trainer.execution.resident_models import Model
 from services.trainer.files.base import Base
 from services.trainer.files.checkpoints import Meta, SavedState
+from services.trainer.files.volume import Volume
 from services.trainer.world.world import World
 
 
@@ -29,12 +30,14 @@ class States:
     """Takes states of models.
 
     Args:
+        volume: of the staging directory.
         staging: this trainer's; what a predecessor left there goes with `clean`.
     """
 
-    def __init__(self, world: World, base: Base, staging: Path) -> None:
+    def __init__(self, world: World, base: Base, volume: Volume, staging: Path) -> None:
         self._world = world
         self._base = base
+        self._volume = volume
         self._staging = staging
 
     async def clean(self) -> None:
@@ -50,10 +53,12 @@ class States:
 
         Raises:
             ModelNotResident: the engine does not have the model.
+            StorageAway: it would be written below a volume that is not there any more.
             OSError: it could not be written.
         """
         state: ModelState | ShardedState
         if model.is_full:
+            await self._volume.answers()
             directory = await asyncio.to_thread(self._directory, leave_reserve)
             try:
                 seq_id, step = await self._world.write_state(model.model_id, str(directory))

@@ -248,9 +248,12 @@ class CheckpointStore:
         except OSError as error:
             raise failure(error, f"checkpoint {path}") from error
         try:
-            return self._storage.publish(key, made)
+            size = self._storage.publish(key, made)
         except OSError as error:
             raise _not_saved(error, path) from error
+        # It may have gone since `look`.
+        self._check_same()
+        return size
 
     def _read(self, key: Key, path: str) -> SavedState | None:
         try:

@@ -31,7 +31,7 @@ from services.common.storage.directory import publish_directory
 from services.common.storage.model_files import delete_state
 from services.common.telemetry.repeats import Repeats
 from services.trainer.files.checkpoints import Meta, SavedState, read_meta, read_state, state_files
-from services.trainer.files.volume import FreeBytes, check_same, identified, other_volume, volume_of
+from services.trainer.files.volume import FreeBytes, Volume, other_volume, volume_of
 from tinsmith.v1 import results_pb2
 
 log = logging.getLogger(__name__)
@@ -102,6 +102,7 @@ class DurableStore:
         take: gives a model's newest snapshot, which is released here; None when the model is gone, or has
             `changed`.
         epoch_of: highest fencing epoch seen for a model.
+        strayed: whether the copy of a model that is here is not what its journal comes to.
         on_durable: told (model_id, seq_id) once a snapshot is durable.
     """
 
@@ -113,15 +114,17 @@ class DurableStore:
         answered: Callable[[str], Awaitable[None]],
         take: Callable[[str], Awaitable[DurableSnapshot | None]],
         epoch_of: Callable[[str], int],
+        strayed: Callable[[str], bool],
         on_durable: Callable[[str, int], None],
     ) -> None:
         self._data = data
-        self._volume = identified(data)
+        self._volume = Volume(data)
         self._staging = staging
         self._pointers = pointers
         self._answered = answered
         self._take = take
         self._epoch_of = epoch_of
+        self._strayed = strayed
         self._on_durable = on_durable
         self._changed: set[str] = set()
         self._writers: dict[str, asyncio.Task[None]] = {}
@@ -301,11 +304,18 @@ class DurableStore:
         # Another trainer may write the same operation's snapshot: under another epoch, so elsewhere.
         location = f"{seq_id}-{epoch}"
         parent = self._data.state(model_id)
-        # What is written into the directory below a volume is hidden once that is mounted again.
-        await asyncio.to_thread(check_same, self._data, self._volume)
-        await self._in_good_time(model_id, asyncio.to_thread(_write_files, parent / location, snapshot))
+
+        def write() -> None:
+            # What is written into the directory below a volume is hidden once that is mounted again.
+            self._volume.check()
+            _write_files(parent / location, snapshot)
+
+        await self._in_good_time(model_id, asyncio.to_thread(write))
         await failpoints.reach("trainer.before_pointer")
-        if not await self._pointers.mark_durable(model_id, epoch, seq_id, f"{self._volume}/{location}"):
+        if self._strayed(model_id):
+            log.warning("durable snapshot of %s at %d is not what its journal comes to", model_id, seq_id)
+            return
+        if not await self._pointers.mark_durable(model_id, epoch, seq_id, f"{self._volume.id}/{location}"):
             log.warning(
                 "durable snapshot of %s at %d was not marked: another gateway leads it", model_id, seq_id
             )

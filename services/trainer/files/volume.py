@@ -15,7 +15,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
-from services.common.contract.errors import Internal, StorageAway
+from services.common.contract.errors import Internal, StorageAway, Unavailable
+from services.common.process.pools import LOOKS
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import written_once
 
@@ -36,17 +37,35 @@ def volume_of(data: DataDir) -> str:
         return ""
 
 
-def check_same(data: DataDir, wanted: str) -> None:
-    """Raises StorageAway when this is not the volume any more that it was, or does not say. Blocking."""
-    try:
-        found = volume_of(data)
-    except OSError as error:
-        raise StorageAway(f"{data.root} cannot be read at present: {error}") from error
-    if found != wanted:
-        raise StorageAway(
-            f"{data.root} is not the volume any more that it was when this trainer started: mount that one "
-            "there again, or start the trainer again on this one"
-        )
+class Volume:
+    """The volume that a data directory was on when this was made.
+
+    Attributes:
+        id: which it is.
+    """
+
+    def __init__(self, data: DataDir) -> None:
+        self._data = data
+        self.id = identified(data)
+
+    def check(self) -> None:
+        """Raises StorageAway when the data directory is on it no more, or cannot be read. May hang."""
+        try:
+            found = volume_of(self._data)
+        except OSError as error:
+            raise StorageAway(f"{self._data.root} cannot be read at present: {error}") from error
+        if found != self.id:
+            raise StorageAway(
+                f"{self._data.root} is not the volume any more that it was when this trainer started: mount "
+                "that one there again, or start the trainer again on this one"
+            )
+
+    async def answers(self) -> None:
+        """As `check`; one that hangs is away within a minute."""
+        try:
+            await LOOKS.run(self.check)
+        except Unavailable as error:
+            raise StorageAway(f"{self._data.root} hangs: {error.message}") from error
 
 
 def other_volume(data: DataDir, wanted: str) -> Internal:

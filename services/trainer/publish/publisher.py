@@ -26,7 +26,7 @@ from services.common.telemetry.metrics import LONG_S
 from services.trainer.compute.data import LoraSpec
 from services.trainer.files.base import Base
 from services.trainer.files.export_format import read_adapter, weight_files
-from services.trainer.files.volume import check_same, identified
+from services.trainer.files.volume import Volume
 from services.trainer.publish.broadcast import Broadcaster
 from services.trainer.publish.cargo import Cargo
 
@@ -56,7 +56,7 @@ class Publisher:
 
     def __init__(self, data: DataDir, base: Base, broadcaster: Broadcaster) -> None:
         self._data = data
-        self._volume = identified(data)
+        self._volume = Volume(data)
         self._base = base
         self._broadcaster = broadcaster
         self._packed = False
@@ -68,7 +68,7 @@ class Publisher:
         Raises:
             StorageAway: it is not, or does not say.
         """
-        await asyncio.to_thread(check_same, self._data, self._volume)
+        await self._volume.answers()
 
     @contextmanager
     def packing(self) -> Iterator[Pack]:
@@ -102,6 +102,7 @@ class Publisher:
 
         Raises:
             OSError: it could not be stored.
+            StorageAway: it may have been stored below a volume that is not there any more.
             Internal: the base model's configuration, which a full model needs, cannot be had.
         """
         with SECONDS.time(), tracing.span("publish the snapshot", version=version):
@@ -158,5 +159,7 @@ class Publisher:
         # Another trainer that had to run the same save may have stored it meanwhile: the first one stands.
         with suppress(FileExistsError):
             files = weight_files(self._base, lora, tensors)
-            return publish_directory(target, files, replace=False, leave_reserve=True)
+            size = publish_directory(target, files, replace=False, leave_reserve=True)
+            self._volume.check()
+            return size
         return directory_bytes(target)

@@ -56,6 +56,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         durable_steps: whether an optim_step makes the state durable.
         cannot_restore: what a restore comes to, if anything.
         restores: how often it was asked for one.
+        strayed: models of which its copy has executed another operation than their journal has by now.
     """
 
     def __init__(self, journal: Journal, disk: dict[str, tuple[int, list[int]]]) -> None:
@@ -78,6 +79,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self.durable_steps = True
         self.cannot_restore: TinsmithError | None = None
         self.restores = 0
+        self.strayed: set[str] = set()
 
     def order(self, model_id: str) -> list[int]:
         """seq_ids executed for a model by this start."""
@@ -91,6 +93,8 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         self._fence(operation.model_id, request.epoch)
         if operation.seq_id in self.raises:
             raise self.raises.pop(operation.seq_id)
+        if operation.model_id in self.strayed:
+            raise ModelNotResident("it has executed another one")
         model = self.models.get(operation.model_id)
         if model is None:
             if operation.WhichOneof("kind") != "create_model":
@@ -173,7 +177,9 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.DeleteModelResponse()
 
     def _drop_former(self, model_id: str, moved: int) -> None:
-        if self.epochs.get(model_id, 0) < moved and self.models.pop(model_id, None) is not None:
+        outdated = model_id in self.strayed or self.epochs.get(model_id, 0) < moved
+        self.strayed.discard(model_id)
+        if outdated and self.models.pop(model_id, None) is not None:
             self.dropped.append(model_id)
 
     def _fence(self, model_id: str, epoch: int) -> None:

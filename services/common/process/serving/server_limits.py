@@ -28,6 +28,7 @@ class ServerLimits:
         metadata_bytes: largest header block of a call. (gRPC refuses some of it from half of that on.)
         streams: calls that one connection has at once; further ones wait at the client.
         connections: connections at once; further ones are closed.
+        waiting: calls of all connections that nobody has looked at yet; further ones are cancelled.
         idle_s: how long a connection without calls is kept; 0: for ever. Clients connect anew by themselves.
         age_s: how long new calls are taken on one connection; 0: for ever. Those under way end on it. Clients
             resolve its name again, and so see servers that came since.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 from services.common.contract.errors import InvalidRequest
+from services.common.process import clock
 from services.gateway.edge.grpc import convert, paging
 from services.gateway.sessions.search import SearchPage, SessionQuery, status_of
 from tinsmith.v1 import sessions_pb2
@@ -46,7 +45,7 @@ def response(page: SearchPage) -> sessions_pb2.SearchSessionsResponse:
         record = found.record
         one = answer.sessions.add(
             session_id=record.session_id,
-            status=_STATUSES.get(status_of(record, time.time()) or ""),
+            status=_STATUSES.get(status_of(record, clock.to_judge()) or ""),
             display_name=record.display_name,
             project_id=record.project_id,
             user_metadata=convert.metadata(record),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import datetime
 from typing import Any
 
@@ -10,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.common.contract.errors import InvalidRequest, PermissionDenied
+from services.common.process import clock
 from services.gateway.application import Application
 from services.gateway.edge.http.codec import messages, paging
 from services.gateway.edge.http.routes import Call, reply
@@ -131,7 +131,7 @@ def _summary(found: FoundSession) -> dict[str, Any]:
 
 
 def _status(record: SessionRecord) -> dict[str, Any] | None:
-    kind = status_of(record, time.time())
+    kind = status_of(record, clock.to_judge())
     if kind is None:
         return None
     if kind == "cancelled":

@@ -183,3 +183,17 @@ def test_the_file_stays_small_however_much_is_executed(
         assert path.stat().st_size < 2100
     again = started(path)
     assert (again.deaths(KEY), again.deaths(OTHER), again.deaths(("s:train:2", 499))) == (1, 1, 0)
+
+
+def test_a_ledger_that_cannot_be_written_any_more_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(crashes, "_MOST_BYTES", 1000)
+    ledger = started(tmp_path / "run" / "ledger")
+    (tmp_path / "run").rename(tmp_path / "away")
+    for _ in range(100):
+        ledger.begin([KEY])
+        ledger.end([KEY])
+    ledger.close()
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("which requests are executed was not written down: ledger: ")

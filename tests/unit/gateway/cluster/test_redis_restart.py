@@ -132,14 +132,17 @@ async def test_nothing_is_written_to_the_redis_of_before_once_another_one_was_se
         known = RedoLog(client)
         await known._look()
         await asyncio.gather(*(client.ping() for _ in range(4)))
+        in_use = asyncio.create_task(client.blpop(["nothing"], 1))
+        await asyncio.sleep(0.1)
         (address / "redis.sock").unlink()
         (address / "redis.sock").symlink_to(tmp_path / "2" / "redis.sock")
         with pytest.raises(Unavailable, match="restarted"):
             await known.refuse_while_restoring()
-        await asyncio.gather(*(known.perform(partial(client.set, str(n), 1)) for n in range(4)))
+        assert await in_use is None
+        await asyncio.gather(*(known.perform(partial(client.set, str(n), 1)) for n in range(5)))
         await client.aclose()
         async with connect(f"unix://{tmp_path}/2/redis.sock") as second:
-            assert await second.dbsize() == 4
+            assert await second.dbsize() == 5
 
 
 async def test_what_was_acknowledged_before_a_long_absence_of_redis_is_kept(

@@ -13,7 +13,7 @@ from services.common.state import keys, known_models
 from services.common.state.journal import Journal
 from tests.unit.gateway.dispatching import MODEL, Gateway, GatewayFactory, batch, create, refused, step
 from tests.unit.gateway.full_redis import full
-from tests.unit.gateway.scripted_services import BASE, ScriptedTrainer, serving
+from tests.unit.gateway.scripted_services import BASE, Model, ScriptedTrainer, serving
 from tinsmith.internal.v1 import operation_pb2
 from tinsmith.v1 import results_pb2, types_pb2
 
@@ -31,6 +31,18 @@ async def under_way(gateway: Gateway, number: int) -> None:
     async with asyncio.timeout(60):
         while len(gateway.dispatcher._runners[MODEL]._calls) != number:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def test_a_creation_of_which_the_trainer_has_another_one_is_executed_anew(
+    redis_client: redis.asyncio.Redis, gateway: Gateway, trainer: ScriptedTrainer
+) -> None:
+    trainer.models[MODEL] = Model([], 0)
+    trainer.strayed.add(MODEL)
+    async with serving(redis_client, trainer, "trainer-0"):
+        await gateway.accept(create())
+        assert (await gateway.result(0)).HasField("create_model")
+    assert trainer.dropped == [MODEL]
+    assert trainer.calls == 2
 
 
 async def test_operations_that_arrive_in_any_order_run_in_seq_id_order(

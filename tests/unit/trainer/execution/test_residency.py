@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from services.common.contract import ids
-from services.common.contract.errors import ModelBusy, Overloaded
+from services.common.contract.errors import ModelBusy, Overloaded, StorageAway
 from services.common.process.crashes import CrashLedger
 from services.common.storage.data_dir import DataDir
 from services.trainer.compute.data import LoraSpec, ModelState
@@ -26,6 +26,7 @@ from services.trainer.files import durable
 from services.trainer.files.base import Base
 from services.trainer.files.checkpoints import Meta, SavedState
 from services.trainer.files.durable import DurableSnapshot
+from services.trainer.files.volume import Volume
 from services.trainer.world.commands import CreateModel, DropModel
 from services.trainer.world.world import World
 from tests.unit.trainer.files.durable_snapshots import RESULT, PointersInMemory
@@ -67,7 +68,7 @@ class Trainer:
         self.engine = Engine(state)
         base = Base("org/base", "org/base")
         world, staging = cast(World, self.engine), staging_of(data, "trainer-0")
-        states = States(world, base, staging)
+        states = States(world, base, Volume(data), staging)
         self.crashes = CrashLedger[tuple[str, int]](
             data.run / "trainer-0.executing", tuple[str, int], "trainer"
         )
@@ -260,6 +261,18 @@ async def test_a_copy_that_has_strayed_from_the_journal_is_dropped_and_read_anew
     assert trainer.models[MODEL] is not copy
     assert trainer.engine.done == ["CreateModel", "DropModel", "CreateModel"]
     assert trainer.pointers.marked == [], "what it went on to became durable"
+
+
+async def test_nothing_of_a_model_that_trains_all_weights_is_written_below_a_volume_that_went_away(
+    tmp_path: Path, model_state: ModelState
+) -> None:
+    data = DataDir(tmp_path / "mounted")
+    world = cast(World, Engine(model_state))
+    states = States(world, Base("org/base", "org/base"), Volume(data), staging_of(data, "trainer-0"))
+    data.root.rename(tmp_path / "away")
+    with pytest.raises(StorageAway, match="mount that one there again"):
+        await states.take(Model(MODEL, created=True))
+    assert not data.root.exists()
 
 
 async def test_a_model_whose_restore_nobody_waited_for_is_of_after_the_move(trainer: Trainer) -> None:

@@ -24,6 +24,7 @@ from services.trainer.execution.resident_models import OperationResult
 from services.trainer.execution.states import States
 from services.trainer.files.base import Base
 from services.trainer.files.checkpoints import CheckpointStore
+from services.trainer.files.volume import Volume
 from services.trainer.publish.broadcast import Broadcaster
 from services.trainer.publish.publisher import Publisher
 from tests.unit.trainer.execution import executing
@@ -110,7 +111,7 @@ class Trainer(executing.Trainer):
             "checkpoints": self.checkpoints,
             "publisher": Publisher(DataDir(self._staging.parent), self._base, cast(Broadcaster, None)),
             "base": self._base,
-            "states": States(self.world, self._base, self._staging),
+            "states": States(self.world, self._base, Volume(DataDir(self._staging.parent)), self._staging),
             "durable": self._durable,
         }
 

@@ -66,7 +66,10 @@ async def answered(model_id: str) -> None:
 
 
 def make(
-    tmp_path: Path, pointers: PointersInMemory, take: Callable[[str], Awaitable[DurableSnapshot | None]]
+    tmp_path: Path,
+    pointers: PointersInMemory,
+    take: Callable[[str], Awaitable[DurableSnapshot | None]],
+    strayed: Callable[[str], bool] = lambda _: False,
 ) -> tuple[DurableStore, list[tuple[str, int]]]:
     told: list[tuple[str, int]] = []
     store = DurableStore(
@@ -76,6 +79,7 @@ def make(
         answered,
         take,
         lambda _: 1,
+        strayed,
         lambda model, seq: told.append((model, seq)),
     )
     return store, told

@@ -24,7 +24,7 @@ from services.common.storage.directory import DirectoryStorage, publish_director
 from services.trainer.compute.data import ModelState, ShardedState
 from services.trainer.files.base import Base
 from services.trainer.files.checkpoints import CheckpointStore, read_state
-from services.trainer.files.volume import check_same, identified
+from services.trainer.files.volume import Volume, identified
 
 MODEL = "s:train:0"
 
@@ -72,9 +72,8 @@ def test_a_storage_below_a_volume_that_went_away_is_away_and_has_lost_nothing(
 ) -> None:
     mounted = tmp_path / "mounted"
     data = DataDir(mounted)
-    same = partial(check_same, data, identified(data))
     base = Base("org/base", "/models/base")
-    store = CheckpointStore(DirectoryStorage(data.checkpoints), base, staging, same)
+    store = CheckpointStore(DirectoryStorage(data.checkpoints), base, staging, Volume(data).check)
     store.look(MODEL, "weights/a")
     store.save(MODEL, 5, "weights/a", False, model_state)
     mounted.rename(tmp_path / "away")

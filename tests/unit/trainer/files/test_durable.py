@@ -16,6 +16,7 @@ from prometheus_client import REGISTRY
 from services.common.contract.errors import DataLoss, Internal
 from services.common.storage.data_dir import DataDir
 from services.trainer.files import durable
+from services.trainer.files.durable import DurableSnapshot
 from services.trainer.files.volume import identified, volume_of
 from tests.unit.trainer.files.durable_snapshots import MODEL, RESULT, PointersInMemory, Trained, make
 
@@ -158,6 +159,21 @@ async def test_nothing_is_written_where_the_volume_is_not_mounted_any_more_until
     (tmp_path / "away").rename(mounted)
     assert await store.settle(MODEL)
     assert await store.read(MODEL) is not None
+
+
+async def test_a_copy_that_strays_from_its_journal_while_it_is_written_does_not_become_durable(
+    tmp_path: Path, trained: Trained
+) -> None:
+    pointers, taken = PointersInMemory(), []
+
+    async def take(model_id: str) -> DurableSnapshot | None:
+        taken.append(model_id)
+        return await trained.take(model_id)
+
+    store, told = make(tmp_path, pointers, take, lambda model_id: model_id in taken)
+    store.changed(MODEL)
+    assert await store.settle(MODEL)
+    assert (taken, pointers.pointer, told) == ([MODEL], None, [])
 
 
 @pytest.mark.parametrize(
