@@ -14,4 +14,6 @@ def typed(error: RedisError) -> TinsmithError:
             "the memory of the state store is used up; send this again later, or have the operator raise "
             "maxmemory of Redis"
         )
+    if "MISCONF" in str(error):
+        return Unavailable("the state store cannot write to its disk, which may be full; try again later")
     return Unavailable("the state store cannot be reached; try again in a moment")
