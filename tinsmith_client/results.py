@@ -72,12 +72,16 @@ class Pending(Generic[T]):
             raise RequestFailed(self._known.error)
         return self._pick(self._known)
 
-    def waiting_for(self, seconds: float = _ASKED_S) -> str:
-        """Why the work does not go on at present; empty when it does, is done, or nobody answered in time."""
+    def waiting_for(self) -> str:
+        """Why the work does not go on at present; empty when it does, is done, or nobody could be asked."""
+        return self._reason(_ASKED_S) or ""
+
+    def _reason(self, seconds: float) -> str | None:
+        """As `waiting_for`; None: nobody answered within so many seconds."""
         request = results_pb2.GetResultRequest(request_id=self.request_id, timeout_seconds=0)
         with contextlib.suppress(CallFailed):
             return str(self._calls.once("GetResult", request, seconds).waiting_for)
-        return ""
+        return None
 
     def _wait(self, timeout: float | None) -> results_pb2.OperationResult:
         end = math.inf if timeout is None else time.monotonic() + timeout
@@ -144,7 +148,7 @@ def as_completed(pending: Iterable[Pending[T]], timeout: float | None = None) ->
         if not left:
             return
         if len(left) < number:
-            silence.ends()
+            silence = _Silence(end)
         elif attempt.error is None:
             silence.goes_on(next(iter(left.values()))[0])
         if time.monotonic() >= end:
@@ -170,12 +174,7 @@ class _Silence:
     def __init__(self, end: float) -> None:
         self.why = ""
         self._end = end
-        self._patience = _SILENT_S
-        self.ends()
-
-    def ends(self) -> None:
-        """Something came."""
-        self._ask_at = time.monotonic() + self._patience
+        self._ask_at = time.monotonic() + _SILENT_S
 
     def left(self) -> float:
         """Seconds to wait until there is something else to do."""
@@ -186,12 +185,14 @@ class _Silence:
         seconds = min(_ASKED_S, self._end - time.monotonic())
         if time.monotonic() < self._ask_at or seconds <= 0:
             return
-        reason = one.waiting_for(seconds)
+        self._ask_at = time.monotonic() + _WAIT_S
+        reason = one._reason(seconds)
+        if reason is None:
+            return
         why = reason and f": {reason}"
         if why and why != self.why:
             log.warning("%s waits%s", one.request_id, why)
-        self.why, self._patience = why, _WAIT_S
-        self.ends()
+        self.why = why
 
 
 def let_go(calls: Calls, request_ids: list[str]) -> None:

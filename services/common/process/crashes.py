@@ -15,6 +15,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -107,7 +108,13 @@ class CrashLedger(Generic[Key]):
         self._acquitted.clear()
         self._size = 0
         self._file = _CLOSED
-        self._compact()
+        try:
+            self._compact()
+        except OSError as error:
+            self._unwritten.failed(path.name, error)
+            self._size = _MOST_BYTES
+            with suppress(OSError):
+                self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def _blamed(self, died_of: Cause[Key] | None) -> set[Key]:
         """The requests that the last death was of."""
@@ -218,6 +225,8 @@ class CrashLedger(Generic[Key]):
         except OSError as error:
             # Of a volume that is full or away. To end of it would be the crash that this is kept against.
             self._unwritten.failed(self._path.name, error)
+            # The next line that can be written has the whole state written, with what is missing now.
+            self._size = _MOST_BYTES
 
     def _compact(self) -> None:
         """Puts a file with the present state in the place of the grown one."""

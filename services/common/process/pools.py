@@ -136,6 +136,9 @@ CLEANINGS = Pool("cleaning of a storage", 1, 6 * 3600.0)
 LOOKS = Pool("answer of the checkpoints' storage", 16, 60.0)
 """Whether it answers at all, before much is asked of it."""
 
+VOLUME_LOOKS = Pool("answer of the data directory", 4, 60.0)
+"""The same of the volume that training goes on on, whatever becomes of the checkpoints' storage."""
+
 TRANSFERS = Pool("transfer of a checkpoint", 16, 6 * 3600.0, 1800.0)
 """Checkpoints of a trainer that are saved and loaded, of which one may be a terabyte. What waits for a client
 of an object store never stands still: it looks each second, and the client has deadlines of its own. A file

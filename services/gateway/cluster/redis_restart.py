@@ -151,8 +151,9 @@ class RedoLog:
             self._run_id = run_id
 
     async def _leave_connections(self) -> None:
-        """From now on all lead to where the address does by now, those in use when they are free again: a
-        primary that a replica took over from may not know it yet, and would still take writes."""
+        """From now on all lead to where the address does by now, those in use when they are free again, and
+        subscriptions when they look: a primary that a replica took over from may not know it yet, and would
+        still take writes."""
         pool = self._redis.connection_pool
         await pool.update_active_connections_for_reconnect()
         with suppress(RedisError, OSError):

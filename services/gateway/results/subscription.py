@@ -79,7 +79,8 @@ class Subscription:
         try:
             await pubsub.subscribe(self._channel)
             heard, asked = loop.time(), False
-            while True:
+            # Whoever marks the connection knows of another Redis than it leads to.
+            while pubsub.connection is None or not pubsub.connection.should_reconnect():
                 message = await redis_client.next_message(pubsub, _POLL_S)
                 if message is None:
                     # A connection that silently died delivers nothing: ask for a sign of life.

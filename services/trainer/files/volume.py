@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from services.common.contract.errors import Internal, StorageAway, Unavailable
-from services.common.process.pools import LOOKS
+from services.common.process.pools import VOLUME_LOOKS
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import written_once
 
@@ -63,7 +63,7 @@ class Volume:
     async def answers(self) -> None:
         """As `check`; one that hangs is away within a minute."""
         try:
-            await LOOKS.run(self.check)
+            await VOLUME_LOOKS.run(self.check)
         except Unavailable as error:
             raise StorageAway(f"{self._data.root} hangs: {error.message}") from error
 

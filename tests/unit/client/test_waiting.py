@@ -48,7 +48,7 @@ def test_who_waits_for_a_while_does_not_wait_longer_to_be_told_why(monkeypatch: 
     class Silent:
         request_id = "r"
 
-        def waiting_for(self, seconds: float) -> str:
+        def _reason(self, seconds: float) -> str:
             asked.append(seconds)
             return ""
 

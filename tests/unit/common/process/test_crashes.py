@@ -194,6 +194,21 @@ def test_a_ledger_that_cannot_be_written_any_more_ends_nothing(
     for _ in range(100):
         ledger.begin([KEY])
         ledger.end([KEY])
-    ledger.close()
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith("which requests are executed was not written down: ledger: ")
+    ledger.begin([OTHER])
+    (tmp_path / "away").rename(tmp_path / "run")
+    ledger.begin([KEY])
+    again = started(tmp_path / "run" / "ledger")
+    assert again.is_suspect(KEY) and again.is_suspect(OTHER)
+
+
+def test_a_process_starts_also_where_its_ledger_cannot_be_written_anew(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    started(path)
+    # In the way of the file that is to take its place.
+    (tmp_path / "ledger.new").mkdir()
+    ledger = started(path)
+    ledger.begin([KEY])
+    (tmp_path / "ledger.new").rmdir()
+    assert started(path).is_suspect(KEY)

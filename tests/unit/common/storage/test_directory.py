@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from services.common.contract.errors import Cancelled, Internal, StorageFull
+from services.common.process import clock
 from services.common.storage import directory as directory_module
 from services.common.storage.base import Key, Storage, failure
 from services.common.storage.directory import DirectoryStorage, publish_directory, reserve
@@ -135,3 +136,12 @@ def test_where_nothing_can_be_linked_a_copy_ends_between_two_pieces_of_a_file(
     assert files_below(tmp_path) == {f"{KEY.path}/x"}
     assert storage.copy(KEY, copy, go_on) == 12
     assert (tmp_path / copy.path / "x").read_text() == "twelve bytes"
+
+
+def test_what_is_deleted_goes_an_hour_later_by_the_later_of_two_clocks(
+    storage: DirectoryStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage.publish(KEY, {"x": text("kept")})
+    monkeypatch.setattr(clock, "to_note", lambda: time.time() + 7200)
+    left = storage.delete(KEY)
+    assert left is not None and left > 7200

@@ -65,3 +65,19 @@ async def test_messages_that_come_together_are_heard_one_by_one_in_their_order(
     finally:
         await heard.stop()
     assert texts == [*(f"{number}" for number in range(3000)), "the last"]
+
+
+async def test_a_subscription_leaves_a_connection_that_leads_to_a_redis_of_before(
+    redis_client: redis.asyncio.Redis,
+) -> None:
+    subscribed = asyncio.Event()
+    heard = Subscription(redis_client, "a-channel", lambda _: None, subscribed.set)
+    heard.start()
+    try:
+        async with asyncio.timeout(60):
+            await subscribed.wait()
+            subscribed.clear()
+            await redis_client.connection_pool.update_active_connections_for_reconnect()
+            await subscribed.wait()
+    finally:
+        await heard.stop()

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
 
 from services.common.contract import ids
+from services.common.state import keys
 from services.common.state.journal import Journal
 from services.common.storage.directory import publish_directory
+from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.training.request_digest import digest
 from tests.unit.gateway import saved
 from tests.unit.gateway.edges import BASE, Edges, new_model, new_session
 from tinsmith.internal.v1 import operation_pb2
 from tinsmith.v1 import checkpoints_pb2, models_pb2
+
+Write = Callable[[], Awaitable[object]]
 
 
 async def send(client: httpx.AsyncClient, route: str, **body: object) -> str:
@@ -209,3 +214,17 @@ async def test_of_two_saves_of_one_name_the_one_recorded_last_fails_also_when_it
         assert (await saved.failure(client, model, 1))["category"] == "user"
         record = await edges.records.get(model, "sampler_weights/best")
     assert record is not None and record.version == 2
+
+
+async def test_a_save_that_is_written_again_as_redis_was_started_anew_is_still_to_come(
+    edges: Edges, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def twice(_: RedoLog, write: Write, size: int = 0, again: Write | None = None) -> object:
+        await write()
+        return await (again or write)()
+
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        monkeypatch.setattr(RedoLog, "perform", twice)
+        await send(client, "save_weights_for_sampler", model_id=model, seq_id=1, sampling_session_seq_id=1)
+    assert await edges.redis.zcard(keys.coming_snapshots("alice")) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import shutil
 import threading
@@ -9,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from services.common.contract.errors import StorageAway
+from services.common.process.pools import LOOKS, Pool
+from services.common.storage.data_dir import DataDir
 from services.trainer.files import volume
-from services.trainer.files.volume import FreeBytes
+from services.trainer.files.volume import FreeBytes, Volume
 
 
 def test_free_bytes_are_told_and_nothing_of_a_volume_that_is_not_there(tmp_path: Path) -> None:
@@ -38,3 +42,20 @@ def test_a_volume_that_hangs_holds_up_one_thread_and_nobody_else(
     monkeypatch.setattr(volume, "_PATIENCE_S", 60.0)
     answers.set()
     assert free.read() == 7
+
+
+async def test_a_volume_that_hangs_is_away_whatever_the_storage_of_checkpoints_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, goes_on = DataDir(tmp_path / "data"), threading.Event()
+    here = Volume(data)
+    hanging = [asyncio.create_task(LOOKS.run(goes_on.wait, 60)) for _ in range(40)]
+    try:
+        await asyncio.wait_for(here.answers(), 30)
+        monkeypatch.setattr(volume, "VOLUME_LOOKS", Pool("answer of the data directory", 1, 0.05))
+        monkeypatch.setattr(volume, "volume_of", lambda _: goes_on.wait(60))
+        with pytest.raises(StorageAway, match="hangs: no answer of the data directory"):
+            await here.answers()
+    finally:
+        goes_on.set()
+        await asyncio.gather(*hanging)
