@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -212,3 +214,18 @@ def test_a_process_starts_also_where_its_ledger_cannot_be_written_anew(tmp_path:
     ledger.begin([KEY])
     (tmp_path / "ledger.new").rmdir()
     assert started(path).is_suspect(KEY)
+
+
+def test_a_line_for_which_the_disk_had_no_space_is_made_up_for_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    ledger = started(tmp_path / "ledger")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        ledger.begin([KEY])
+    ledger.begin([OTHER])
+    again = started(tmp_path / "ledger")
+    assert again.is_suspect(KEY) and again.is_suspect(OTHER)
