@@ -48,10 +48,14 @@ class OrphanSweep:
         await self._looks.stop()
 
     async def _look(self) -> None:
-        await self.look(clock.to_judge())
+        await self.look(clock.to_judge(), clock.to_note())
 
-    async def look(self, now: float) -> None:
-        """Looks at every model that has snapshots. `now`: by the clock that judges."""
+    async def look(self, now: float, noted: float) -> None:
+        """Looks at every model that has snapshots.
+
+        Args:
+            now, noted: by the clock that judges, and by the one that notes.
+        """
         found = await DELETIONS.run(_models_in, self._data.root / "snapshots")
         if not await self._knows_any(found):
             # More likely a Redis that lost its data than models that all were lost one by one.
@@ -71,7 +75,7 @@ class OrphanSweep:
             if await self._is_known(model_id):
                 await _try(model_id, clean_abandoned, self._data.snapshots(model_id))
             elif model_id not in since:
-                await self._times.note(keys.ORPHANED_MODELS, {model_id: max(now, clock.to_note())})
+                await self._times.note(keys.ORPHANED_MODELS, {model_id: noted})
             elif now - since[model_id] >= _DAY_S:
                 log.warning("snapshots of %s are deleted: nothing knows the model any more", model_id)
                 await _try(model_id, delete_directory, self._data.snapshots(model_id))

@@ -304,13 +304,8 @@ class DurableStore:
         # Another trainer may write the same operation's snapshot: under another epoch, so elsewhere.
         location = f"{seq_id}-{epoch}"
         parent = self._data.state(model_id)
-
-        def write() -> None:
-            # What is written into the directory below a volume is hidden once that is mounted again.
-            self._volume.check()
-            _write_files(parent / location, snapshot)
-
-        await self._in_good_time(model_id, asyncio.to_thread(write))
+        writing = asyncio.to_thread(_write_files, parent / location, snapshot, self._volume)
+        await self._in_good_time(model_id, writing)
         await failpoints.reach("trainer.before_pointer")
         if self._strayed(model_id):
             log.warning("durable snapshot of %s at %d is not what its journal comes to", model_id, seq_id)
@@ -333,7 +328,9 @@ def unwritten(model_id: str) -> ModelBusy:
     )
 
 
-def _write_files(target: Path, snapshot: DurableSnapshot) -> None:
+def _write_files(target: Path, snapshot: DurableSnapshot, volume: Volume) -> None:
+    # What is written into the directory below a volume is hidden once that is mounted again.
+    volume.check()
     files = state_files(snapshot.saved)
     results = msgspec.msgpack.encode(
         {seq_id: result.SerializeToString() for seq_id, result in snapshot.results.items()}

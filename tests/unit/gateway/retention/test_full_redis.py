@@ -266,7 +266,7 @@ async def test_what_is_done_once_a_day_is_done_and_orphans_are_found(
         data.snapshot(model_id, 1).mkdir(parents=True)
     await any_redis.hset(keys.model(known), "record", "")
     orphans = OrphanSweep(any_redis, data)
-    await orphans.look(0.0)
+    await orphans.look(0.0, 0.0)
     await any_redis.delete(keys.ORPHANED_MODELS)
     daily = Daily(any_redis, "work of a test", "a-mark", work)
     async with full(any_redis):
@@ -278,7 +278,7 @@ async def test_what_is_done_once_a_day_is_done_and_orphans_are_found(
             await daily.look()
         with pytest.raises(Unavailable, match="the disk is away"):
             await daily.look()
-        await orphans.look(0.0)
+        await orphans.look(0.0, 0.0)
         assert data.snapshots(MODEL).exists()
-        await orphans.look(86_400.0)
+        await orphans.look(86_400.0, 86_400.0)
     assert [data.snapshots(one).exists() for one in (MODEL, known)] == [False, True]

@@ -92,7 +92,8 @@ class Trainer:
     def stored(self, model_id: str, seq_id: int = SEQ_ID) -> str:
         meta = Meta("org/base", "org/base", model_id, seq_id, self._state.step, self._state.lora)
         snapshot = DurableSnapshot(SavedState(meta, self._state), {seq_id: RESULT})
-        durable._write_files(self._data.state(model_id) / f"{seq_id}-1", snapshot)
+        target = self._data.state(model_id) / f"{seq_id}-1"
+        durable._write_files(target, snapshot, Volume(self._data))
         self.pointers.pointer = (seq_id, f"{seq_id}-1")
         return model_id
 
