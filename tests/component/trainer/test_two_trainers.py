@@ -70,7 +70,7 @@ def test_a_trainer_that_was_cut_off_changes_nothing_and_catches_up(
     # And back to the first, which never had the last operation.
     cut_off.redis.set(keys.epoch(model.model_id), epoch + 1)
     assert cut_off.restore(model.model_id, epoch + 1) == 6
-    with pytest.raises(grpc.RpcError, match="another trainer went on"):
+    with pytest.raises(grpc.RpcError, match="went on without this copy"):
         early.result(60)
     asked = model_operation(model.model_id, 7, forward_backward=forward_backward(batch(2, 12)))
     answers = [logprobs(world.send(asked, epoch=epoch + 1).result()) for world in (cut_off, other)]
