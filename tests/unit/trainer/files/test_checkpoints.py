@@ -86,6 +86,18 @@ def test_a_storage_below_a_volume_that_went_away_is_away_and_has_lost_nothing(
     store.look(MODEL, "weights/a")
 
 
+def test_a_checkpoint_that_was_saved_below_a_volume_that_went_meanwhile_is_not_acknowledged(
+    tmp_path: Path, staging: Path, model_state: ModelState
+) -> None:
+    data = DataDir(tmp_path)
+    storage, base = DirectoryStorage(data.checkpoints), Base("org/base", "/models/base")
+    store = CheckpointStore(storage, base, staging, Volume(data).check)
+    store.look(MODEL, "weights/a")
+    data.volume_id.unlink()
+    with pytest.raises(StorageAway, match="mount that one there again"):
+        store.save(MODEL, 5, "weights/a", False, model_state)
+
+
 def test_files_are_safetensors_and_json_only(
     store: CheckpointStore, storage: DirectoryStorage, model_state: ModelState
 ) -> None:
