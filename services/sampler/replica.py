@@ -127,7 +127,7 @@ async def _serve(config: SamplerConfig, engine: Engine, client: redis.asyncio.Re
                 engine.running,
                 exc_info=stuck.exception(),
             )
-            engine.dump_stacks()
+            await engine.dump_stacks()
             await asyncio.sleep(_STACKS_S)
             # Its requests fail now, as when it dies by itself.
             engine.kill()

@@ -9,6 +9,7 @@ STACKS_SIGNAL, also when it hangs in a kernel, and is found by that it heeds it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import faulthandler
 import os
@@ -24,15 +25,19 @@ PARENT = "TINSMITH_PARENT"
 """The variable with the pid of the process that spawns."""
 
 _PROC = Path("/proc")
+_APART_S = 0.1
+"""Between the stacks of one process and those of the next: each is written in many small pieces, and those of
+two at a time cannot be read."""
 
 
-def dump_stacks(pid: int) -> None:
+async def dump_stacks(pid: int) -> None:
     """Has all processes below this one that can write where their threads are to their log: an engine's core,
     and the workers that it started. Linux alone; elsewhere nothing."""
     for process in _below(pid):
         with contextlib.suppress(OSError):
             if _heeds_stacks_signal(process):
                 os.kill(process, STACKS_SIGNAL)
+                await asyncio.sleep(_APART_S)
 
 
 def _below(pid: int) -> list[int]:

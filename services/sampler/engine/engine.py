@@ -157,10 +157,10 @@ class Engine:
         """
         return min(await self._calls.call("tinsmith_steps"))
 
-    def dump_stacks(self) -> None:
+    async def dump_stacks(self) -> None:
         """Has the engine core and its workers write where their threads are to the log, whatever they wait
         for."""
-        child.dump_stacks(os.getpid())
+        await child.dump_stacks(os.getpid())
 
     def kill(self) -> None:
         """Ends the engine's processes at once; a stuck one heeds nothing else."""

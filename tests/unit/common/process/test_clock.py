@@ -10,12 +10,6 @@ import pytest
 from services.common.process import clock
 
 
-@pytest.fixture(autouse=True)
-def unheard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock, "_ahead", None)
-    monkeypatch.setattr(clock, "_apart", False)
-
-
 def test_without_redis_there_is_one_clock() -> None:
     before = time.time()
     assert before <= clock.to_judge() <= clock.to_note() <= time.time()

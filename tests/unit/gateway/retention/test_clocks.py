@@ -29,7 +29,6 @@ _now = time.time
 @pytest.fixture
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clocks]:
     """Has this gateway's clock, and Redis', go wrong by so many seconds."""
-    monkeypatch.setattr(clock, "_ahead", None)
 
     def wrong(own: float, of_redis: float) -> None:
         monkeypatch.setattr(time, "time", lambda: _now() + own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -14,28 +15,26 @@ from tests.unit.common.process import garbage
 
 # Each starts the next one, as the engine's core starts its workers; the last one heeds no signal.
 CHAIN = """
-import faulthandler, subprocess, sys, time
-depth = int(sys.argv[1])
+import faulthandler, pathlib, subprocess, sys, time
+depth, chain, directory = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3])
 def hang_at_depth_{depth}():
     if depth:
-        subprocess.Popen([sys.executable, "-c", sys.argv[2], str(depth - 1), sys.argv[2]], stderr=sys.stderr)
-        faulthandler.register({signal}, all_threads=True)
-    print("there", depth, flush=True)
+        subprocess.Popen([sys.executable, "-c", chain, str(depth - 1), chain, str(directory)])
+        stacks = (directory / f"stacks-{depth}").open("w")
+        faulthandler.register({signal}, stacks, all_threads=True)
+    (directory / f"there-{depth}").touch()
     time.sleep(600)
 hang_at_depth_{depth}()
 """.replace("{signal}", str(int(child.STACKS_SIGNAL))).replace("_{depth}", "")
 
 
 def test_every_process_below_writes_its_stacks_and_those_that_cannot_go_on(tmp_path: Path) -> None:
-    out, err = tmp_path / "out", tmp_path / "err"
-    with out.open("wb") as told, err.open("wb") as stacks:
-        first = subprocess.Popen(
-            [sys.executable, "-c", CHAIN, "2", CHAIN], stdout=told, stderr=stacks, start_new_session=True
-        )
+    first = subprocess.Popen([sys.executable, "-c", CHAIN, "2", CHAIN, str(tmp_path)], start_new_session=True)
     try:
-        until(lambda: out.read_text().count("there") == 3)
-        child.dump_stacks(os.getpid())
-        until(lambda: err.read_text().count("in hang_at_depth") == 2)
+        until(lambda: len(list(tmp_path.glob("there-*"))) == 3)
+        asyncio.run(child.dump_stacks(os.getpid()))
+        stacks = [tmp_path / "stacks-2", tmp_path / "stacks-1"]
+        until(lambda: all("in hang_at_depth" in path.read_text() for path in stacks))
         second, last = child._below(first.pid)
         states = [Path(f"/proc/{pid}/stat").read_text().split()[2] for pid in (first.pid, second, last)]
         assert not {"Z", "X"} & set(states), "none of them has ended"
