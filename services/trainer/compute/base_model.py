@@ -29,6 +29,7 @@ from services.common.weights.rendezvous import meeting_store, tcp_store
 from services.common.worlds.sharding import Sharding
 from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, is_flat, register
 from services.trainer.compute.exchange import COLLECTIVE_TIMEOUT
+from services.trainer.compute.kernels.linears import speed_up_linears
 from services.trainer.compute.kernels.norms import fuse_norms
 from services.trainer.compute.kernels.rotations import fuse_rotations
 from services.trainer.compute.logprobs import LogprobHead, Targets
@@ -326,6 +327,7 @@ def load_model(
     model.requires_grad_(False).eval()
     if sharded_config:
         gather_what_is_read(model)
+    speed_up_linears(model)
     fuse_norms(model)
     fuse_rotations(model)
     if activation_checkpointing:

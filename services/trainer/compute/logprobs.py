@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from services.trainer.compute.kernels.linears import linear
 from services.trainer.compute.lora.grouped import LoraRouter
 
 CHUNK_ELEMENTS = 1 << 26
@@ -134,7 +134,7 @@ class _Float32Logits(torch.autograd.Function):
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """float32 [positions, vocabulary]."""
     if hidden.dtype == torch.float32:
-        return F.linear(hidden, weight, bias)
+        return linear(hidden, weight, bias)
     return cast(Tensor, _Float32Logits.apply(hidden, weight, bias))
 
 

@@ -1,7 +1,8 @@
-"""What a model computes between its products, in fewer kernels on CUDA than transformers writes it in.
+"""What a model computes in a better way than transformers or torch would: on CUDA norms and rotations in few
+kernels, on CPUs of some makers products with frozen weights in half the time.
 
-Invariant: a function is replaced only where it was seen, by trying, to compute the same, in this model alone
-and on CUDA alone; on a CPU, and of any other model in the process, every number is as it was.
+Invariant: what is replaced is the same function but for rounding, and where it had been written out, that was
+seen by trying; in this model alone. On every other device each number is as it was.
 
-Imported by trainer/compute/base_model.py.
+Imported by trainer/compute/base_model.py and logprobs.py.
 """

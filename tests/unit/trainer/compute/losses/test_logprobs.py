@@ -1,9 +1,12 @@
 """The chunked log-probability head gives what a full log-softmax gives."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from services.trainer.compute import logprobs
 from services.trainer.compute.data import LoraSpec
 from services.trainer.compute.logprobs import LogprobHead, Targets, selective_log_softmax
 from services.trainer.compute.lora.adapter import HEAD, Adapter, LinearShape
@@ -119,13 +122,13 @@ def test_the_head_equals_a_plain_head_with_each_segments_adapter(chunk_positions
 
 def test_at_most_one_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    original = torch.nn.functional.linear
+    original = logprobs._logits
 
-    def watched(x: torch.Tensor, *rest: torch.Tensor | None) -> torch.Tensor:
+    def watched(x: torch.Tensor, *rest: Any) -> torch.Tensor:
         seen.append(x.shape[0])
         return original(x, *rest)
 
-    monkeypatch.setattr(torch.nn.functional, "linear", watched)
+    monkeypatch.setattr(logprobs, "_logits", watched)
     head = LogprobHead(nn.Linear(HIDDEN, VOCAB), LoraRouter(), chunk_elements=4 * VOCAB)
     hidden = torch.randn(POSITIONS, HIDDEN, requires_grad=True)
     head(hidden, rectangular(torch.zeros(POSITIONS, 1, dtype=torch.int64))).sum().backward()
@@ -145,16 +148,16 @@ def test_where_the_slope_is_known_every_chunk_is_computed_once_and_comes_to_the_
     weights = torch.randn(ids.shape)
     adapters = [adapter(3, 1), adapter(5, 3)]
     seen: list[int] = []
-    original = torch.nn.functional.linear
+    original = logprobs._logits
 
-    def watched(x: torch.Tensor, *rest: torch.Tensor | None) -> torch.Tensor:
+    def watched(x: torch.Tensor, *rest: Any) -> torch.Tensor:
         seen.append(x.shape[0])
         return original(x, *rest)
 
     def slope(logprobs: torch.Tensor, where: slice) -> torch.Tensor:
         return weights[where] * logprobs
 
-    monkeypatch.setattr(torch.nn.functional, "linear", watched)
+    monkeypatch.setattr(logprobs, "_logits", watched)
     hidden = torch.randn(POSITIONS, HIDDEN)
     came_to = []
     for targets in (Targets(ids, runs), Targets(ids, runs, slope)):
