@@ -1,4 +1,4 @@
-"""The yardstick for sampling: vLLM's own `LLM.generate`, in a process of its own."""
+"""The yardstick for sampling: vLLM's own `LLM.generate`, as vLLM sets itself up, in a process of its own."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ class BareVllm(Child):
         """Starts loading; the first `generate` waits for it."""
         environment = {
             "OMP_NUM_THREADS": str(threads),
-            # As the sampler has them, so that only the stack around the engine differs.
-            "TORCH_COMPILE_DISABLE": "1",
-            "VLLM_USE_V2_MODEL_RUNNER": "0",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_DISABLE_COMPILE_CACHE": "1",
         }
         super().__init__(
             "bench.sampling.bare_vllm", [str(model_dir), "lora" if lora else "plain"], environment, log
@@ -58,7 +56,6 @@ def _load(model_dir: str, lora: bool) -> Callable[[Any], float]:
     llm = LLM(
         model=model_dir,
         dtype="float32",
-        enforce_eager=True,
         kv_cache_memory_bytes=1 << 30,
         **options,
     )

@@ -21,7 +21,8 @@ adapters, for which vLLM's own functions take seventeen times as long on a CPU."
 def base_model(stack: Stack) -> list[Row]:
     """The base model: the throughput of a batch, and the time to a single token.
 
-    Both engines run eagerly, in float32, and return the log-probability of every token.
+    Both engines compute in float32 and return the log-probability of every token; vLLM's own compiles the
+    model, which the sampler's does not on a CPU.
     """
     client = stack.service.create_sampling_client(base_model=BASE_MODEL).result()
     bare = BareVllm(stack.model_dir, stack.threads, False, stack.scratch / "bare-vllm-plain.log")
