@@ -285,8 +285,8 @@ def _check_params(params: SamplingParams, limits: Limits) -> None:
 def sequence_seed(seed: int | None, index: int, start: int = 0) -> int | None:
     """Engine seed of sequence `index`: a 63-bit mix of seed + index (mod 2**64).
 
-    The generators behind the engine read only the low 32 bits of a seed, so the 64 bits are mixed
-    (the SplitMix64 finalizer): seeds that differ anywhere give different streams.
+    The engine takes 63 bits, and PyTorch's generators on a CPU read the low 32 of them, so the 64 bits are
+    mixed (the SplitMix64 finalizer): wherever two seeds differ, they share a stream by chance alone.
 
     Args:
         start: tokens of the sequence that were generated before. The engine begins a stream with every

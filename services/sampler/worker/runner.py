@@ -73,8 +73,8 @@ class Runner(ABC):
         vLLM's own, of either runner, send a prompt's rows through the LoRA logits processor, which picks
         adapters by the rows that are *sampled* in this step, one per request: two such requests in one step
         crash the engine on CPU, and on a GPU rows are scored with another request's adapter
-        (vllm-project/vllm#16668, #51594). And they draw nothing, and score every row of a step when one
-        request wants some of its own.
+        (vllm-project/vllm#16668, #51594). And they draw nothing, and V2's `prompt_logprobs` score every row
+        of a step when one request wants some of its own.
         """
 
     @abstractmethod
