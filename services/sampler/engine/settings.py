@@ -389,11 +389,11 @@ def _token_bytes(config: SamplerConfig, model: Any) -> int:
 
 
 class EngineStats(PrometheusStatLogger):
-    """What vLLM measures, but for the gauge whose labels are adapters: it keeps each that ever ran."""
+    """What vLLM measures, but for the gauge whose labels are adapters: it keeps each that ever ran (no
+    upstream report found)."""
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
         super().__init__(vllm_config, engine_indexes)
-        gauge: Any = vars(self).get("gauge_lora_info")
-        if gauge is not None:
+        if (gauge := vars(self).get("gauge_lora_info")) is not None:
             REGISTRY.unregister(gauge)
             self.gauge_lora_info = None

@@ -1,6 +1,7 @@
 """For how many adapters of an output head vLLM's kernel on GPUs finds their weights.
 
 It multiplies the slot of an adapter by the elements of one slot in 32 bits: beyond them it reads elsewhere.
+vllm-project/vllm#53034 widened its rows alone, and #53038, which would have widened slots, was not merged.
 Other layers that it is for have smaller slots than the vocabulary makes those of the head. Layers of experts
 have a kernel of their own, of which nothing is said here.
 

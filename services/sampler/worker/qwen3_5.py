@@ -1,8 +1,8 @@
 """Qwen3.5's text models of vLLM without torchvision.
 
 vLLM has them in one file with the models that read pictures, which imports a function of transformers' image
-processing with torchvision. The same function is in transformers' image processing with Pillow, to which
-transformers itself falls back; no text model calls it.
+processing with torchvision (no upstream report found). The same function is in transformers' image processing
+with Pillow, to which transformers itself falls back; no text model calls it.
 
 Invariant: to be imported only where torchvision is not installed.
 """

@@ -43,21 +43,44 @@ ALLOWED = 5
 
 
 class Runner:
-    """Does with logits what the V1 model runner does with them in a step."""
+    """What vLLM's V1 model runner has when it samples; its own functions do that with it."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.sampler = Sampler()
-        self.input_batch = SimpleNamespace(generators={}, num_reqs=2, req_ids=["constrained", "free"])
+        self.input_batch = SimpleNamespace(
+            generators={},
+            num_reqs=2,
+            req_ids=["constrained", "free"],
+            sampling_metadata=metadata(),
+            update_async_output_token_ids=lambda: None,
+        )
         self.discard_request_mask = SimpleNamespace(np=np.zeros(2, bool))
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> Any:
-        logits = LOGITS.clone()
-        if grammar is not None:
-            scheduled: Any = SimpleNamespace(scheduled_spec_decode_tokens={})
-            batch: Any = self.input_batch
-            gpu_model_runner.apply_grammar_bitmask(scheduled, grammar, batch, logits)
-        return self.sampler(logits, metadata())
+        """What a step samples of LOGITS. What comes behind it is left out."""
+        state: Any = gpu_model_runner.ExecuteModelState
+        nothing: dict[str, Any] = dict.fromkeys(state._fields)
+        scheduled = SimpleNamespace(scheduled_spec_decode_tokens={})
+        self.execute_model_state = state(
+            **nothing | {"scheduler_output": scheduled, "logits": LOGITS.clone()}
+        )
+        runner: Any = self
+        with pytest.raises(Sampled) as sampled:
+            gpu_model_runner.GPUModelRunner.sample_tokens(runner, grammar)
+        return sampled.value.output
+
+    def _sample(self, *given: Any) -> Any:
+        runner: Any = self
+        raise Sampled(gpu_model_runner.GPUModelRunner._sample(runner, *given))
+
+
+class Sampled(Exception):
+    """Ends a step. `output`: the sampler's."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
 
 
 def metadata() -> SamplingMetadata:
@@ -115,6 +138,7 @@ def test_log_probabilities_are_the_models_own_whatever_a_grammar_leaves() -> Non
 
 @pytest.mark.usefixtures("unpatched")
 def test_without_the_correction_they_are_of_what_the_grammar_leaves() -> None:
+    """When they are not, `_take_logprobs_before_the_grammar` can go."""
     told = Runner().sample_tokens(grammar()).logprobs_tensors.logprobs
     assert told[0, 0] == 0.0
 

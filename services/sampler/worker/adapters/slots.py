@@ -69,7 +69,7 @@ class WorkerSlots:
 
         def in_order(requests: Iterable[Any]) -> None:
             # vLLM goes through the adapters of a step in any order: one that comes could push out one that
-            # the same step uses, and that one another.
+            # the same step uses, and that one another (vllm-project/vllm#14497, closed).
             active = self._manager._active_adapters
             apply(sorted(filter(None, requests), key=lambda request: request.lora_int_id not in active))
 

@@ -1,8 +1,9 @@
 """Corrects how vLLM 0.32 rotates queries and keys on a CPU (`vllm._custom_ops.rotary_embedding`).
 
 The kernel counts heads by the last dimension. The queries of latent attention have heads on a dimension of
-their own: of each token it rotates the first head alone, and looks for it as if all were contiguous. Here it
-is given a token's heads in one row.
+their own: of each token it rotates the first head alone, and looks for it as if all were contiguous. In the
+kernel for GPUs vllm-project/vllm#12777 corrected that; of CPUs no upstream report was found. Here it is given
+a token's heads in one row.
 
 Invariant: after `apply`, every head of every token is rotated, and nothing else is.
 """

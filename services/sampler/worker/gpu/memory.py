@@ -3,7 +3,7 @@
 vLLM counts by how much less of the whole GPU is free than before it loaded the model. A trainer that works on
 the same GPU takes memory meanwhile, or frees some, and all of that counts as vLLM's: a sampler that comes
 back beside it would have fewer keys and values than its share has room for, perhaps none, or more, which the
-trainer then lacks of its own share.
+trainer then lacks of its own share (vllm-project/vllm#18854 and #55827; #56830 of memory that is freed).
 
 Invariant: what counts is never less than what torch has taken in this process, and never more than that and
 what CUDA may take beside it.

@@ -2,8 +2,9 @@
 
 A step computes the logits behind several drafted tokens of a request. vLLM's own check accepts them by
 chance, with random numbers that a seed gives to other tokens than without drafts, and leaves `min_p` and
-`logit_bias` out. Here the token at each place is sampled as without drafts, by vLLM's own sampler; a draft
-only says what was sampled before the next place, and counts for nothing when it says something else.
+`logit_bias` out (vllm-project/vllm#22987, #42744). Here the token at each place is sampled as without drafts,
+by vLLM's own sampler; a draft only says what was sampled before the next place, and counts for nothing when
+it says something else.
 
 Invariant: a request's tokens, their distribution and their log-probabilities are those that it has without
 drafts, and of its random numbers it uses one for each token that it keeps.

@@ -1,8 +1,8 @@
 """Log-probabilities of what tokens were drawn from, for requests that ask for them (V1 model runner).
 
-vLLM has them as a setting of the engine (`logprobs_mode`), for all requests or none. Here its sampler takes
-those of the model for all rows of a step; in the rows of requests that ask, those of what was drawn from are
-written over them. A step without such a request computes nothing of it.
+vLLM has them as a setting of the engine (`logprobs_mode`, vllm-project/vllm#21398), for all requests or none.
+Here its sampler takes those of the model for all rows of a step; in the rows of requests that ask, those of
+what was drawn from are written over them. A step without such a request computes nothing of it.
 
 Invariant: which tokens are sampled, and what rows of other requests are told, is the same bits with such a
 request in the batch as without it, but where FlashInfer would draw: that shows no distribution, so a step

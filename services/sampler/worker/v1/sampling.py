@@ -5,12 +5,12 @@ takes for the model's log-probabilities is its own, whatever constrains what is 
 
 1. Seeds (`sample_tokens`). A request whose prompt is prefilled in several steps is sampled in each of them;
    the token is thrown away and the request's generator is set back by a fixed offset. Generators on CPU
-   have no offset, so a seeded request in a busy batch ends the engine. Here such a request has no generator
-   in that step.
+   have no offset, so a seeded request in a busy batch ends the engine (no upstream report found). Here such a
+   request has no generator in that step.
 
 2. Log-probabilities under a constraint (`sample_tokens`). It writes the grammar's mask into the logits
-   before its sampler takes "raw" log-probabilities of them, so these are of what the grammar leaves. Here
-   they are taken before the mask.
+   before its sampler takes "raw" log-probabilities of them, so these are of what the grammar leaves (no
+   upstream report found). Here they are taken before the mask.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Checks drafted tokens inside a vLLM worker (V2 model runner), in place of vLLM's own rejection sampler.
 
 A step computes the logits behind several drafted tokens of a request. vLLM's own check accepts them by
-chance, so that a seed gives other tokens than without drafts. Here the token at each place is sampled as
-without drafts, by vLLM's own sampler, whose random numbers are of seed and position; a draft only says what
-was sampled before the next place, and counts for nothing when it says something else.
+chance, so that a seed gives other tokens than without drafts (since vllm-project/vllm#40651). Here the
+token at each place is sampled as without drafts, by vLLM's own sampler, whose random numbers are of seed and
+position; a draft only says what was sampled before the next place, and counts for nothing when it says
+something else.
 
 Invariant: a request's tokens, their distribution and their log-probabilities are those that it has without
 drafts. Every place has the adapter of its request.
@@ -47,7 +48,8 @@ def install(
     def with_adapters(hidden_states: torch.Tensor, input_batch: InputBatch, *args: Any) -> Any:
         if not input_batch.num_draft_tokens:
             return sample(hidden_states, input_batch, *args)
-        # vLLM maps one row of each request, as if there were no drafts.
+        # vLLM maps one row of each request, as if there were no drafts. In V1 vllm-project/vllm#21068 mended
+        # that; of V2 no upstream report was found.
         ids = runner.lora_state.lora_ids[input_batch.idx_mapping_np]
         with adapter_rows(runner) as use:
             use(ids.repeat(np.diff(input_batch.cu_num_logits_np)).tolist())

@@ -1,7 +1,8 @@
 """Log-probabilities under a constraint, with the V2 model runner of vLLM 0.32.
 
 It writes the grammar's mask into the logits before its sampler takes "raw" log-probabilities of them, so
-these are of what the grammar leaves. Here the mask goes into a copy, which is what is sampled from.
+these are of what the grammar leaves (no upstream report found). Here the mask goes into a copy, which is what
+is sampled from.
 
 Invariant: the logits of which log-probabilities are taken are the model's own.
 """

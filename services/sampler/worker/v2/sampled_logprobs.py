@@ -1,8 +1,8 @@
 """Log-probabilities of what tokens were drawn from, for requests that ask for them (V2 model runner).
 
-vLLM has them as a setting of the engine (`logprobs_mode`), for all requests or none. Here both are computed
-in a step with a request that asks, and each row has those of its request. A step without one computes nothing
-of it.
+vLLM has them as a setting of the engine (`logprobs_mode`, vllm-project/vllm#21398), for all requests or none.
+Here both are computed in a step with a request that asks, and each row has those of its request. A step
+without one computes nothing of it.
 
 Invariant: which tokens are sampled, and what rows of other requests are told, is the same bits with such a
 request in the batch as without it, but where a fused kernel would draw: that shows no distribution, so a step
