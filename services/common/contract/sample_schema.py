@@ -1,7 +1,7 @@
 """What a sample request may ask for: the rules that gateway and sampler share.
 
 Invariant: the gateway refuses what a sampler would refuse, because both apply these functions. What
-is accepted is done exactly as asked: nothing is clamped.
+is accepted is done exactly as asked: nothing is clamped but `max_tokens`, to what the context leaves.
 """
 
 from __future__ import annotations
