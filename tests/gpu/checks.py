@@ -19,7 +19,7 @@ from bench.gpu import exactness
 from bench.gpu.engine import one_micro_batch, start
 from services.common import weights
 from services.common.process import failpoints
-from services.common.weights import base
+from services.common.weights import base, side_streams
 from services.common.weights.gloo import GlooGroup
 from services.common.weights.nccl import NcclGroup
 from services.launcher.tiny_model import make_tiny_model
@@ -209,6 +209,22 @@ def group(device: str, directory: Path) -> None:
     assert torch.equal(sent.cpu().view(torch.int64), torch.arange(1000))
 
 
+def fetched(device: str, directory: Path) -> None:
+    """What a medium takes from the host is the device's, and the copies, one after the other, have one stream
+    between them."""
+    del directory
+    values = torch.arange(1000, device=device)
+    for number in range(40):
+        values.fill_(number)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        assert torch.equal(base.on_host(values), torch.full((1000,), number))
+        if not number:
+            before = [*side_streams._unused.get(values.device, [])]
+    assert side_streams._unused.get(values.device, []) == before
+    assert len(before) >= (device != "cpu")
+
+
 def written(device: str, directory: Path) -> None:
     """What is written of a full model is what its masters and moments were, also where a copy of them has no
     room on the device, and though it is changed before that copy is on the host; and they are that again once
@@ -336,6 +352,7 @@ ALONE: dict[str, Callable[[str, Path], None]] = {
     "what is announced fits": capacity,
     "what is sent is what was taken": sent,
     "a weight group carries until it is given up": group,
+    "copies for the host share a stream": fetched,
     "what is written is what was taken": written,
     "a dropped gradient is gone": dropped,
     "an adapter comes back from the host as it was": away,

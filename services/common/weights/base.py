@@ -16,6 +16,7 @@ import torch
 from services.common.contract.tensors import TensorSpec
 from services.common.process import failpoints
 from services.common.weights.checksums import Checksum
+from services.common.weights.side_streams import side_stream
 
 BUCKET_BYTES = 64 * 1024 * 1024
 """Most bytes of one broadcast; a larger buffer goes in several."""
@@ -91,9 +92,12 @@ def unpack(buffer: torch.Tensor, specs: Iterable[TensorSpec]) -> dict[str, torch
 def on_host(values: torch.Tensor) -> torch.Tensor:
     """The tensor, if it is in host memory; else a copy there, which waits for nothing that computes on the
     device. The tensor is complete already."""
-    if values.device.type == "cpu":
+    device = values.device
+    if device.type == "cpu":
         return values
-    with torch.cuda.stream(torch.cuda.Stream(values.device)):
+    # The device is said too: a thread has the first one otherwise, and the end of the stream's context would
+    # take memory of that for this process. The copy is done when `cpu` returns, so the stream is free again.
+    with side_stream(device) as stream, torch.cuda.device(device), torch.cuda.stream(stream):
         return values.cpu()
 
 
