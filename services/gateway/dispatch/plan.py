@@ -226,7 +226,7 @@ def after_failure(error: TinsmithError, times: int) -> Action:
     if isinstance(error, ModelNotResident):
         return Action.SYNCHRONISE
     if isinstance(error, Unavailable):
-        # Which operation brings a trainer down the trainer itself knows best (trainer/order/crashes.py).
+        # Which operation brings a trainer down the trainer itself knows best (common/process/crashes.py).
         return Action.AWAIT_TRAINER
     if isinstance(error, (DeadlineExceeded, Overloaded, StorageAway)):
         return Action.RESEND
