@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from services.common.process import failpoints
 from services.trainer.compute.data import AdamSpec
+from services.trainer.compute.exchange import least
 from services.trainer.compute.lora.parts import begin_sum, wait
 from services.trainer.compute.memory.buffers import KEPT_BYTES, FlatBuffers
 from services.trainer.compute.memory.failures import NoMemory
-from services.trainer.compute.memory.room import taken_everywhere
+from services.trainer.compute.memory.room import free_memory, taken_everywhere
 from services.trainer.compute.optimizer import step_together
 
 if TYPE_CHECKING:
@@ -37,12 +38,12 @@ def step_adapters(due: Sequence[tuple[LoraTenant, AdamSpec]], buffers: FlatBuffe
     Returns:
         As `step_together`, or that there was no memory.
     """
-    return [step for some in _chunks(due) for step in _step_or_split(some, buffers)]
+    return [step for some in _chunks(due, _room(due)) for step in _step_or_split(some, buffers)]
 
 
 def _step_or_split(due: Sequence[tuple[LoraTenant, AdamSpec]], buffers: FlatBuffers) -> list[Stepped]:
     tenants = [tenant for tenant, _ in due]
-    aside = FlatBuffers(sum(4 * tenant.adapter.part.padded for tenant in tenants))
+    aside = FlatBuffers(sum(_scratch(tenant) for tenant in tenants))
 
     def take() -> None:
         failpoints.hit("trainer.before_step_memory")
@@ -91,14 +92,40 @@ def _step(
     return [*found]
 
 
-def _chunks(due: Sequence[tuple[LoraTenant, AdamSpec]]) -> Iterator[list[tuple[LoraTenant, AdamSpec]]]:
-    """Steps in order, of adapters of `KEPT_BYTES` together or of one that is larger."""
+def scratch_room(free: int) -> int:
+    """Bytes of scratch that steps which are taken at once may have, of a device with so many free. Pure.
+
+    Moments of first steps and gradients of a rank that computed nothing are three times as much beside it: of
+    what is free a quarter goes at most. A group that finds less all the same steps in halves.
+    """
+    return max(KEPT_BYTES, free // 16)
+
+
+def _room(due: Sequence[tuple[LoraTenant, AdamSpec]]) -> int:
+    """`scratch_room` of the rank that has least. On a CPU what is beyond the memory that is used again costs
+    more than it saves."""
+    size = sum(_scratch(tenant) for tenant, _ in due)
+    if size <= KEPT_BYTES or due[0][0].adapter.low.device.type == "cpu":
+        return KEPT_BYTES
+    device = str(due[0][0].adapter.low.device)
+    (room,) = least([scratch_room(free_memory(device))], device)
+    return room
+
+
+def _scratch(tenant: LoraTenant) -> int:
+    return 4 * tenant.adapter.part.padded
+
+
+def _chunks(
+    due: Sequence[tuple[LoraTenant, AdamSpec]], most: int
+) -> Iterator[list[tuple[LoraTenant, AdamSpec]]]:
+    """Steps in order, of adapters with so many bytes of scratch together or of one that has more."""
     some: list[tuple[LoraTenant, AdamSpec]] = []
     size = 0
     for tenant, adam in due:
-        taken = 4 * tenant.adapter.part.padded
+        taken = _scratch(tenant)
         size += taken
-        if some and size > KEPT_BYTES:
+        if some and size > most:
             yield some
             some, size = [], taken
         some.append((tenant, adam))

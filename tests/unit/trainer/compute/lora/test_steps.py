@@ -7,9 +7,10 @@ import torch
 
 from services.common.process import failpoints
 from services.trainer.compute.data import AdamSpec, LoraSpec, ModelState
+from services.trainer.compute.lora import steps
 from services.trainer.compute.lora.adapter import Adapter, LinearShape
-from services.trainer.compute.lora.steps import step_adapters
-from services.trainer.compute.memory.buffers import FlatBuffers
+from services.trainer.compute.lora.steps import scratch_room, step_adapters
+from services.trainer.compute.memory.buffers import KEPT_BYTES, FlatBuffers
 from services.trainer.compute.memory.failures import NoMemory
 from services.trainer.compute.optimizer import AdapterOptimizer
 from services.trainer.compute.tenant import LoraTenant
@@ -60,6 +61,33 @@ class Device:
                 raise torch.OutOfMemoryError("CUDA out of memory")
 
         monkeypatch.setattr(AdapterOptimizer, "start", refuses)
+
+
+@pytest.mark.parametrize(
+    ("free", "room"),
+    [(0, KEPT_BYTES), (-1, KEPT_BYTES), (16 * KEPT_BYTES, KEPT_BYTES), (64 * 2**30, 4 * 2**30)],
+)
+def test_scratch_of_steps_follows_what_is_free_of_a_device(free: int, room: int) -> None:
+    assert scratch_room(free) == room
+    # Moments of a first step and a gradient of zeros included, it stays within that.
+    assert room == KEPT_BYTES or 4 * room <= free // 4
+
+
+def test_as_many_step_at_once_as_have_room_for_their_scratch_and_at_least_one() -> None:
+    tenants = [made(name) for name in "abcde"]
+    each = 4 * tenants[0].adapter.part.padded
+    due = [(tenant, ADAM) for tenant in tenants]
+
+    def sizes(most: int) -> list[int]:
+        found = [*steps._chunks(due, most)]
+        assert [one for some in found for one in some] == due
+        return [len(some) for some in found]
+
+    assert sizes(5 * each) == [5]
+    assert sizes(5 * each - 1) == [4, 1]
+    assert sizes(2 * each) == [2, 2, 1]
+    assert sizes(each - 1) == [1] * 5
+    assert not [*steps._chunks([], each)]
 
 
 def test_one_that_finds_no_memory_steps_alone_what_the_others_step_together(
