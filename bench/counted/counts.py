@@ -7,7 +7,9 @@ tensors are missing.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -49,10 +51,14 @@ SMALL = {
 """Of the same family: how many kernels run does not depend on sizes."""
 
 
-def kernel_calls(ranks: Sequence[int]) -> int:
-    """Kernels of a forward and backward pass over 36 layers, with an adapter of each of these ranks."""
+def kernel_calls(ranks: Sequence[int]) -> Counter[str]:
+    """Kernels of a forward and backward pass over 36 layers by their names, with an adapter of each of these
+    ranks, each of other tokens than the next: such ones a CPU multiplies in a loop, and a GPU in one kernel.
+    Norms, rotations and attention are written out here, which on CUDA are a kernel or few each. So what
+    adapters add is to be seen apart: without ranks there are none, and gradients go down to the embeddings.
+    """
     few, one_more = _kernel_calls(1, tuple(ranks)), _kernel_calls(2, tuple(ranks))
-    return few + (LAYERS - 1) * (one_more - few)
+    return Counter({name: few[name] + (LAYERS - 1) * (calls - few[name]) for name, calls in one_more.items()})
 
 
 def kept_per_token(*, checkpointing: bool) -> float:
@@ -71,6 +77,10 @@ def padding(lengths: Sequence[int]) -> int:
 
 
 _CALL_TOKENS, _CALL_SEQUENCES, KEPT_TOKENS = 1024, 64, 4096
+_NO_KERNELS = {"detach", "_unsafe_view"}
+_NOT_A_CPU = "meta"
+"""A device that is no CPU and that torch has in every build: on it the trainer does as on CUDA, but for what
+asks for that by name."""
 
 
 class _Kernels(TorchDispatchMode):
@@ -78,11 +88,12 @@ class _Kernels(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = 0
+        self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        computes = func.namespace == "aten" and not func.is_view and "detach" not in func.name()
-        self.calls += computes
+        name = func.name().removeprefix("aten::")
+        if func.namespace == "aten" and not func.is_view and name not in _NO_KERNELS:
+            self.calls[name] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -110,19 +121,22 @@ class _Made(TorchDispatchMode):
 class _Adapted:
     """A model without values whose linears are adapted, in bfloat16. Make and use it on fake tensors."""
 
-    def __init__(self, shape: dict[str, int], layers: int, ranks: set[int], checkpointing: bool) -> None:
+    def __init__(
+        self, shape: dict[str, int], layers: int, ranks: set[int], checkpointing: bool, device: str = "cpu"
+    ) -> None:
         config = AutoConfig.for_model("qwen3", num_hidden_layers=layers, **shape)
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=FLAT_ATTENTION, dtype=torch.bfloat16
-        ).requires_grad_(False)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=FLAT_ATTENTION, dtype=torch.bfloat16
+            ).requires_grad_(False)
         if checkpointing:
             checkpoint_blocks(model.eval())
         self.router, linears = LoraRouter(), find_linears(model)
         hook_adapters(model, self.router)
-        self.scorer = Scorer(model, self.router, detached=False)
-        targets = select_targets(linears, LoraSpec(min(ranks)))
+        self.scorer = Scorer(model, self.router, detached=not ranks)
+        targets = select_targets(linears, LoraSpec(min(ranks, default=1)))
         self.adapters = {
-            rank: Adapter(LoraSpec(rank), targets, "m", "cpu", config.hidden_size, torch.bfloat16)
+            rank: Adapter(LoraSpec(rank), targets, "m", device, config.hidden_size, torch.bfloat16)
             for rank in ranks
         }
 
@@ -132,13 +146,21 @@ class _Adapted:
 
 
 @cache
-def _kernel_calls(layers: int, ranks: tuple[int, ...]) -> int:
+def _kernel_calls(layers: int, ranks: tuple[int, ...]) -> Counter[str]:
     register()
-    sequences = Sequences.of([_CALL_TOKENS // _CALL_SEQUENCES] * _CALL_SEQUENCES, "cpu")
+    cut = Sequences.of([_CALL_TOKENS // _CALL_SEQUENCES] * _CALL_SEQUENCES, "cpu")
+    # Of each adapter more tokens than of the one before.
+    ends = [round(_CALL_TOKENS * ((number + 1) / len(ranks)) ** 1.5) for number in range(len(ranks))]
+    lengths = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = _Adapted(SMALL, layers, set(ranks), checkpointing=False)
-        segments = [model.segment(_CALL_TOKENS // len(ranks), rank) for rank in ranks]
-        tokens = torch.zeros(1, _CALL_TOKENS, dtype=torch.int64)
+        model = _Adapted(SMALL, layers, set(ranks), checkpointing=False, device=_NOT_A_CPU)
+        segments = [model.segment(tokens, rank) for tokens, rank in zip(lengths, ranks, strict=True)]
+        tokens = torch.zeros(1, _CALL_TOKENS, dtype=torch.int64, device=_NOT_A_CPU)
+        sequences = replace(
+            cut,
+            offsets=torch.empty_like(cut.offsets, device=_NOT_A_CPU),
+            positions=torch.empty_like(cut.positions, device=_NOT_A_CPU),
+        )
         with _Kernels() as kernels, model.router.route(segments):
             logprobs, _ = model.scorer(tokens, Targets(tokens[0], ((_CALL_TOKENS, 1),)), sequences)
             logprobs.sum().backward()

@@ -127,7 +127,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0, 
     beta = 0 if fresh else 1
     if total.dtype == left.dtype:
         total.addmm_(left, right, beta=beta, alpha=scale)
-    elif total.is_cuda:
+    elif total.device.type != "cpu":
         torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, beta=beta, alpha=scale, out=total)
     else:
         _add(total, left @ right, scale, fresh)
