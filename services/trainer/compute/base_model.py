@@ -39,7 +39,13 @@ from services.trainer.compute.memory.capacity import Footprint, footprint
 from services.trainer.compute.replay.routers import Replay
 from services.trainer.compute.sharding import quantized
 from services.trainer.compute.sharding.engines import EVERY_ENGINE
-from services.trainer.compute.sharding.stage3 import gather_what_is_read, held_bytes, share_replicas, stage3
+from services.trainer.compute.sharding.stage3 import (
+    gather_what_is_read,
+    held_bytes,
+    share_replicas,
+    stage3,
+    with_exact_buffers,
+)
 from services.trainer.compute.split.asked import splits
 from services.trainer.compute.split.exchange import Exchange
 from services.trainer.compute.trial.own_forward import check_own_forward
@@ -299,14 +305,16 @@ def load_model(
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
+    model_config = AutoConfig.from_pretrained(model_path)
     if sharded_config:
         share_replicas()
+        sharded_config = with_exact_buffers(sharded_config, model_config, dtype)
     # While this object lives, from_pretrained shards each weight as it loads it, from what rank 0 has read.
     # The others map the files too and read nothing of them but what transformers converts, as experts that
     # files have one by one: of such a family each rank's host holds those weights while it loads.
     sharding = HfDeepSpeedConfig(sharded_config) if sharded_config else None
     register()
-    attention = _attention(AutoConfig.from_pretrained(model_path))
+    attention = _attention(model_config)
     model = AutoModelForCausalLM.from_pretrained(
         model_path,
         dtype=dtype,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 from services.common.worlds.sharding import Sharding
@@ -29,6 +30,29 @@ def stage3(sharding: Sharding) -> dict[str, Any]:
     if sharding.prefetch_elements is not None:
         found["stage3_prefetch_bucket_size"] = sharding.prefetch_elements
     return found
+
+
+def with_exact_buffers(config: dict[str, Any], model_config: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """The configuration to load a model by that has buffers of the types which they have without ZeRO-3.
+
+    DeepSpeed rounds all that a model's constructors make to the weights' type: rotary frequencies in bfloat16
+    turn the thousandth token by as much as a radian too far. It is told which buffers are float32, before the
+    library computes or reads what is in them.
+    """
+    from deepspeed.runtime.keep_in_fp32 import KEEP_IN_FP32_AUTO, keep_in_fp32_pattern
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+    # Of these its class says so, for when it is read from files.
+    own = keep_in_fp32_pattern(model, KEEP_IN_FP32_AUTO, dtype)
+    names = [
+        name
+        for name, buffer in model.named_buffers()
+        if buffer.dtype == torch.float32 or (own is not None and own.search(name))
+    ]
+    types = {**config.get("data_types", {}), "keep_in_fp32_modules": names}
+    return {**config, "data_types": types}
 
 
 def share_replicas() -> None:
