@@ -17,17 +17,21 @@ ADAPTERS = 4
 class BareVllm(Child):
     """A child process with an `LLM`."""
 
-    def __init__(self, model_dir: Path, threads: int, lora: bool, log: Path) -> None:
-        """Starts loading; the first `generate` waits for it."""
+    def __init__(self, model_dir: Path, threads: int, kind: str, log: Path) -> None:
+        """Starts loading; the first `generate` waits for it.
+
+        Args:
+            kind: "plain", "lora", or "eager": plain, and nothing is compiled.
+        """
         environment = {
             "OMP_NUM_THREADS": str(threads),
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_DISABLE_COMPILE_CACHE": "1",
         }
-        super().__init__(
-            "bench.sampling.bare_vllm", [str(model_dir), "lora" if lora else "plain"], environment, log
-        )
+        if kind == "eager":
+            environment["TORCH_COMPILE_DISABLE"] = "1"
+        super().__init__("bench.sampling.bare_vllm", [str(model_dir), kind], environment, log)
 
     def generate(
         self, prompts: list[list[int]], max_tokens: int, adapters: list[Path], group: int = 1
@@ -46,16 +50,17 @@ class BareVllm(Child):
         return float(self.ask(job))
 
 
-def _load(model_dir: str, lora: bool) -> Callable[[Any], float]:
+def _load(model_dir: str, kind: str) -> Callable[[Any], float]:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
     options: dict[str, Any] = (
-        {"enable_lora": True, "max_lora_rank": RANK, "max_loras": ADAPTERS} if lora else {}
+        {"enable_lora": True, "max_lora_rank": RANK, "max_loras": ADAPTERS} if kind == "lora" else {}
     )
     llm = LLM(
         model=model_dir,
         dtype="float32",
+        enforce_eager=kind == "eager",
         kv_cache_memory_bytes=1 << 30,
         **options,
     )
@@ -75,4 +80,4 @@ def _load(model_dir: str, lora: bool) -> Callable[[Any], float]:
 
 
 if __name__ == "__main__":
-    answer_jobs(lambda: _load(sys.argv[1], sys.argv[2] == "lora"))
+    answer_jobs(lambda: _load(sys.argv[1], sys.argv[2]))
