@@ -26,10 +26,13 @@ from services.common.state.redis_client import connect
 
 
 @pytest.fixture(autouse=True)
-def _no_clock_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_clock_but_its_own() -> Iterator[None]:
     """No test knows of Redis' clock what one before heard, a reply that was late among it."""
-    monkeypatch.setattr(clock, "_ahead", None)
-    monkeypatch.setattr(clock, "_apart", False)
+    # Not by the test's own patches: those are to be undone before what other fixtures began ends.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clock, "_ahead", None)
+        patch.setattr(clock, "_apart", False)
+        yield
 
 
 def redis_server_kinds() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The yardstick for sampling: vLLM's own `LLM.generate`, as vLLM sets itself up, in a process of its own."""
+"""The yardstick for sampling: vLLM's own `LLM.generate` with its own defaults, in a process of its own."""
 
 from __future__ import annotations
 

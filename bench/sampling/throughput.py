@@ -18,15 +18,15 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 64, 64, 128
 BASE_REPETITIONS, MANY_REPETITIONS, ADAPTER_REPETITIONS, ONE_TOKEN_REPETITIONS = 5, 2, 1, 60
 GROUP, GROUP_TOKENS, ADAPTED_TOKENS = 16, 32, 2
 """Answers to each prompt, and their tokens, of a batch of 1,024 sequences; fewer tokens where they have
-adapters, for which vLLM's own functions take seventeen times as long on a CPU."""
+adapters, for which vLLM's own functions take many times as long on a CPU."""
 
 
 def base_model(stack: Stack) -> list[Row]:
     """The base model: the throughput of a batch, and the time to a single token.
 
     Both engines compute in float32 and return the log-probability of every token. On a CPU vLLM's own
-    compiles the model, which ours does not, as what adapters add there cannot be compiled; `eager_ratio` is
-    beside a third one that does not either.
+    compiles the model, and a sampler compiles nothing; `eager_ratio` is beside a third one that does not
+    either.
     """
     client = stack.service.create_sampling_client(base_model=BASE_MODEL).result()
     bare = BareVllm(stack.model_dir, stack.threads, "plain", stack.scratch / "bare-vllm-plain.log")

@@ -1,7 +1,8 @@
 """What a sample request may ask for: the rules that gateway and sampler share.
 
-Invariant: the gateway refuses what a sampler would refuse, because both apply these functions. What
-is accepted is done exactly as asked: nothing is clamped but `max_tokens`, to what the context leaves.
+Invariant: the gateway refuses what a sampler would refuse, because both apply these functions, except for
+what only a sampler can tell, by its weights, tokenizer and grammars. What is accepted is done exactly as
+asked: nothing is clamped but `max_tokens`, to what the context leaves.
 """
 
 from __future__ import annotations

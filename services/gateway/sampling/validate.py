@@ -1,7 +1,7 @@
 """What a sample request is checked for before it is accepted: pure functions over requests and limits.
 
 Invariant: a request that passes here can be run by a sampler without an error that the request itself causes,
-except for what only the weights can tell.
+except for what only a sampler can tell, by its weights, tokenizer and grammars.
 """
 
 from __future__ import annotations

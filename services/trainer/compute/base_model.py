@@ -335,7 +335,8 @@ def load_model(
     model.requires_grad_(False).eval()
     if sharded_config:
         gather_what_is_read(model)
-    speed_up_linears(model)
+    if dtype == torch.float32:
+        speed_up_linears(model)
     fuse_norms(model)
     fuse_rotations(model)
     if activation_checkpointing:

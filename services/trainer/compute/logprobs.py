@@ -1,8 +1,9 @@
 """Log-probabilities of target tokens, computed without ever holding all the logits.
 
 Invariant: the logits ([positions, vocabulary]) of at most one chunk, of `CHUNK_ELEMENTS` elements, exist at a
-time, in the forward and in the backward pass. Where the loss's derivative by each log-probability follows
-from that one alone, a chunk is differentiated right after it was computed, and nothing is computed twice.
+time, in the forward and in the backward pass, and up to 256 rows of it once more where oneDNN makes them.
+Where the loss's derivative by each log-probability follows from that one alone, a chunk is differentiated
+right after it was computed, and nothing is computed twice.
 Logits and their log-softmax are float32 whatever the model is, and were never rounded to less (an adapter's
 part of them is). Targets are never padded: one position with many costs the others nothing.
 """

@@ -14,6 +14,7 @@ from tests.unit.trainer.compute.architectures import FLAT, SINGLE, config_of, ra
 
 pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("one_rank")]
 
+# llama4_text stands for pictures too in its files, and is not read from these alone.
 SERVED = {**FLAT, **{name: settings for name, settings in SINGLE.items() if name != "llama4_text"}}
 
 

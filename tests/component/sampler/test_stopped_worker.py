@@ -38,7 +38,7 @@ from tinsmith.v1 import sampling_pb2
 
 pytestmark = [pytest.mark.heavy, pytest.mark.long]
 
-HASTY_S = 5.0
+HASTY_S = 3.0
 # A sampler whose workers have less time to answer a call.
 HASTY = f"""
 import sys
@@ -68,7 +68,7 @@ async def hasty(tmp_path: Path) -> AsyncIterator[Sampler]:
 
 
 @pytest.fixture
-async def sampler(tmp_path: Path) -> AsyncIterator[Sampler]:
+async def patient(tmp_path: Path) -> AsyncIterator[Sampler]:
     with of_two_workers(tmp_path, "-m", "services.sampler") as started:
         yield started
 
@@ -110,8 +110,10 @@ async def receiving(
 async def stop_one(
     stub: sampler_pb2_grpc.SamplerServiceStub, sampler: Sampler, call_s: float, stalled_s: float = 0
 ) -> None:
-    """A worker stands still until a call was given up, after `call_s`, and for `stalled_s` at least."""
+    """A worker stands still until a call was given up, after `call_s`, and for `stalled_s` at least, while a
+    sample runs."""
     _, second = workers_of(sampler)
+    assert (await stub.GetSamplerStatus(sampler_pb2.GetSamplerStatusRequest(), timeout=60)).running
     stopped = time.monotonic()
     second.send_signal(signal.SIGSTOP)
     try:
@@ -152,22 +154,22 @@ async def test_a_worker_that_was_stopped_for_longer_than_a_call_may_take_goes_on
         group.abort()
 
 
-async def test_so_does_one_that_was_stopped_for_more_than_a_minute(sampler: Sampler, tmp_path: Path) -> None:
+async def test_so_does_one_that_was_stopped_for_more_than_a_minute(patient: Sampler, tmp_path: Path) -> None:
     tensors = make_adapter(BROADCAST, 16)
     buffer, specs = weights.pack(tensors)
-    async with sampler.client() as stub:
-        group = await join(stub, sampler, epoch=1, workers=2)
-        running, before = await begun(stub), workers_of(sampler)
+    async with patient.client() as stub:
+        group = await join(stub, patient, epoch=1, workers=2)
+        running, before = await begun(stub), workers_of(patient)
         # A broadcast has deadlines of its own, which are nearer: the group breaks, and the engine does not.
         received = await receiving(stub, incoming(1, BROADCAST, 16, buffer, specs))
-        await stop_one(stub, sampler, CALL_S, STALL_S)
+        await stop_one(stub, patient, CALL_S, STALL_S)
         with pytest.raises(grpc.aio.AioRpcError, match="Timed out"):
             await received
-        check(prompt(2, 9), await running, Reference(sampler.model_dir))
+        check(prompt(2, 9), await running, Reference(patient.model_dir))
         group.abort()
-        group = await join(stub, sampler, epoch=2, workers=2)
+        group = await join(stub, patient, epoch=2, workers=2)
         received = await receiving(stub, incoming(2, BROADCAST, 16, buffer, specs))
         await asyncio.to_thread(group.broadcast_buckets, buffer.split(weights.BUCKET_BYTES), 120)
         await received
-        await check_all(stub, sampler, write_snapshot(tmp_path / "peft", tensors, 16), before)
+        await check_all(stub, patient, write_snapshot(tmp_path / "peft", tensors, 16), before)
         group.abort()

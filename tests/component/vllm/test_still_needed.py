@@ -8,7 +8,7 @@ test_cpu_adapters.py have the rest.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -269,11 +269,20 @@ def test_the_kernels_of_adapters_multiply_a_slot_by_its_elements_in_32_bits() ->
 
 
 @pytest.fixture
-def registry_as_it_was() -> Any:
-    known = set(REGISTRY._collector_to_names)
+def registry_as_it_was() -> Iterator[None]:
+    known = vllms()
     yield
-    for collector in set(REGISTRY._collector_to_names) - known:
+    # A logger takes away what another had registered.
+    for collector in vllms():
         REGISTRY.unregister(collector)
+    for collector in known:
+        REGISTRY.register(collector)
+
+
+def vllms() -> list[Any]:
+    """What vLLM has registered."""
+    every = REGISTRY._collector_to_names.items()
+    return [collector for collector, names in every if any(name.startswith("vllm:") for name in names)]
 
 
 @pytest.mark.usefixtures("registry_as_it_was")

@@ -1,8 +1,8 @@
 """Products with frozen weights in float32 on a CPU, by oneDNN where torch would take MKL's slow way.
 
-On CPUs of other makers than Intel MKL leaves AVX-512 unused; there torch's other library takes less than half
-as long. oneDNN keeps what it compiles for each number of rows that it has seen, half a megabyte: rows go in
-pieces of few sizes, and what is left of them goes to MKL.
+On CPUs of other vendors than Intel MKL leaves AVX-512 unused, and torch's other library does not. oneDNN
+keeps what it compiles for each number of rows that it has seen: rows go in blocks of few sizes, and what is
+left of them goes to MKL.
 
 Invariant: only weights that are whole and never learn are multiplied so; everything else is torch's own.
 """
@@ -18,23 +18,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-PIECES = (256, 64, 16)
-"""Rows that are multiplied at once; more are no faster, and have a larger copy of what they make."""
+_CPUS = Path("/proc/cpuinfo")
+BLOCKS = (256, 64, 16)
+"""Rows that are multiplied at once. Of a block there is a copy of what it makes."""
 
 
 def speed_up_linears(model: nn.Module) -> None:
     """Has the linears of a model compute themselves so, where that is faster."""
-    if is_faster():
+    if uses_onednn():
         linears = [module for module in model.modules() if type(module) is nn.Linear]
         for each in cast(list[Any], linears):
             each.forward = partial(_forward, each)
 
 
 @cache
-def is_faster() -> bool:
+def uses_onednn() -> bool:
     """Whether oneDNN uses more of this CPU than MKL does."""
     has = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return has and _maker() not in ("GenuineIntel", "")
+    return has and _vendor() not in ("GenuineIntel", "")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -45,7 +46,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight: [out, in].
         bias: [out].
     """
-    if not is_faster() or not is_frozen(x, weight, bias):
+    if not uses_onednn() or not is_frozen(x, weight, bias):
         return F.linear(x, weight, bias)
     return cast(Tensor, FrozenProduct.apply(x, weight, bias))
 
@@ -83,9 +84,9 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     made = x.new_empty(*x.shape[:-1], weight.shape[0])
     rows, into = x.reshape(-1, x.shape[-1]), made.view(-1, weight.shape[0])
     start = 0
-    for size in pieces(len(rows)):
+    for size in row_blocks(len(rows)):
         own = slice(start, start + size)
-        if size in PIECES:
+        if size in BLOCKS:
             into[own] = torch.ops.mkldnn._linear_pointwise(rows[own], weight, None, "none", [], "")
         else:
             torch.mm(rows[own], weight.T, out=into[own])
@@ -93,9 +94,9 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     return made
 
 
-def pieces(rows: int) -> Iterator[int]:
-    """The sizes that so many rows are cut into: of PIECES, and one smaller than all of them."""
-    for size in PIECES:
+def row_blocks(rows: int) -> Iterator[int]:
+    """The sizes that so many rows are cut into: of BLOCKS, and one smaller than all of them."""
+    for size in BLOCKS:
         yield from [size] * (rows // size)
         rows %= size
     if rows:
@@ -106,10 +107,10 @@ def _forward(module: nn.Linear, x: Tensor) -> Tensor:
     return linear(x, module.weight, module.bias)
 
 
-def _maker() -> str:
-    """The CPU's maker as x86 names it; empty where the system does not say."""
+def _vendor() -> str:
+    """Who made the CPU, as Linux says on x86; empty where it does not."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = _CPUS.read_text(errors="replace").splitlines()
     except OSError:
         return ""
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id"))

@@ -6,6 +6,8 @@ DeepSpeed itself would make one for its first model, and refuse a second model.
 
 from __future__ import annotations
 
+import copy
+import re
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -39,15 +41,18 @@ def with_exact_buffers(config: dict[str, Any], model_config: Any, dtype: torch.d
     turn the thousandth token by as much as a radian too far. It is told which buffers are float32, before the
     library computes or reads what is in them.
     """
+    if dtype == torch.float32:
+        return config
     from deepspeed.runtime.keep_in_fp32 import KEEP_IN_FP32_AUTO, keep_in_fp32_pattern
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+        # It writes the type into the configuration.
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), dtype=dtype)
     # Of these its class says so, for when it is read from files.
     own = keep_in_fp32_pattern(model, KEEP_IN_FP32_AUTO, dtype)
     names = [
-        name
+        re.escape(name)
         for name, buffer in model.named_buffers()
         if buffer.dtype == torch.float32 or (own is not None and own.search(name))
     ]

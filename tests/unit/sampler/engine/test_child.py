@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from services.sampler.engine import child
 from tests.unit.common.process import garbage
 
@@ -41,6 +43,22 @@ def test_every_process_below_writes_its_stacks_and_those_that_cannot_go_on(tmp_p
     finally:
         os.killpg(first.pid, 9)
         first.wait()
+
+
+def test_the_stacks_of_one_process_are_written_before_those_of_the_next_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[object] = []
+
+    async def waits(seconds: float) -> None:
+        done.append(seconds)
+
+    monkeypatch.setattr(child, "_below", lambda _: [11, 12])
+    monkeypatch.setattr(child, "_heeds_stacks_signal", lambda _: True)
+    monkeypatch.setattr(child.os, "kill", lambda pid, _: done.append(pid))
+    monkeypatch.setattr(child.asyncio, "sleep", waits)
+    asyncio.run(child.dump_stacks(1))
+    assert done == [11, child._APART_S, 12, child._APART_S]
 
 
 def test_an_engine_ends_without_a_look_for_garbage() -> None:

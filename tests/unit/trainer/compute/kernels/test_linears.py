@@ -1,4 +1,4 @@
-"""Products with frozen weights are those of torch, whatever number of rows they have."""
+"""Linears with frozen weights come to what torch's own do, whichever library multiplies them."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+from services.launcher.tiny_model import make_tiny_model
+from services.trainer.compute.attention import Sequences
+from services.trainer.compute.base_model import Scorer, load_model
+from services.trainer.compute.data import LoraSpec
 from services.trainer.compute.kernels import linears
-from services.trainer.compute.kernels.linears import (
-    PIECES,
-    FrozenProduct,
-    is_frozen,
-    pieces,
-    speed_up_linears,
-)
+from services.trainer.compute.kernels.linears import BLOCKS, FrozenProduct, is_frozen, row_blocks
+from services.trainer.compute.logprobs import Targets
+from services.trainer.compute.lora.adapter import Adapter, select_targets
+from services.trainer.compute.lora.grouped import LoraRouter
+from services.trainer.compute.lora.stack import Segment
+from services.trainer.compute.lora.targets import find_linears, hook_adapters
 
 
-@pytest.fixture
-def faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linears, "is_faster", lambda: True)
-
-
-@pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 79, 80, 255, 256, 337, 1024, 1361])
+@pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 79, 80, 255, 256, 337, 849])
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_product_and_its_gradient_are_those_of_torch(rows: int, biased: bool) -> None:
     torch.manual_seed(rows)
@@ -44,28 +42,70 @@ def test_a_gradient_that_is_one_number_seen_everywhere_is_taken() -> None:
     torch.testing.assert_close(below, weight.sum(0).expand_as(x), rtol=1e-5, atol=1e-5)
 
 
-def test_any_rows_are_cut_into_few_sizes() -> None:
+def test_any_rows_are_cut_into_blocks_of_few_sizes() -> None:
     for rows in range(5000):
-        cut = list(pieces(rows))
+        cut = list(row_blocks(rows))
         assert sum(cut) == rows
-        rest = [size for size in cut if size not in PIECES]
-        assert len(rest) <= 1 and all(size < PIECES[-1] for size in rest)
-    # Each size that oneDNN sees is compiled and kept.
-    assert len(PIECES) == 3
+        rest = [size for size in cut if size not in BLOCKS]
+        assert len(rest) <= 1 and all(size < BLOCKS[-1] for size in rest)
 
 
-def test_linears_of_a_frozen_model_compute_so_and_others_as_ever(faster: None) -> None:
-    model = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 8)).requires_grad_(False)
-    x = torch.randn(3, 20, 24, requires_grad=True)
-    wanted = model(x)
-    speed_up_linears(model)
-    made = model(x)
-    assert "FrozenProduct" in type(made.grad_fn).__name__
-    torch.testing.assert_close(made, wanted, rtol=1e-5, atol=1e-5)
-    model.requires_grad_(True)
-    learning = model(x)
-    assert "FrozenProduct" not in type(learning.grad_fn).__name__
-    learning.sum().backward()
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_model_and_its_adapters_come_to_the_same_with_and_without(
+    checkpointing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_tiny_model(tmp_path / "model", vocab=512)
+    multiplied: list[tuple[int, ...]] = []
+    product = linears._product
+
+    def watched(x: Tensor, weight: Tensor) -> Tensor:
+        multiplied.append(tuple(weight.shape))
+        return product(x, weight)
+
+    monkeypatch.setattr(linears, "_product", watched)
+    came_to = []
+    for chosen in (False, True):
+        monkeypatch.setattr(linears, "uses_onednn", lambda chosen=chosen: chosen)
+        multiplied.clear()
+        model = load_model(str(path), torch.float32, None, checkpointing)
+        came_to.append(_trained(model))
+        # Forward and backward, of all linears and the head.
+        below = sum(shape == (512, model.config.hidden_size) for shape in multiplied)
+        assert (below, bool(multiplied)) == ((1, True) if chosen else (0, False))
+        assert not chosen or len(multiplied) >= 2 * (7 * model.config.num_hidden_layers) - 3
+    for plain, ours in zip(*came_to, strict=True):
+        assert plain.any()
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6 * float(plain.abs().max()))
+
+
+def _trained(model: nn.Module) -> list[Tensor]:
+    """Log-probabilities of two tenants' tokens, and their gradients."""
+    torch.manual_seed(4)
+    router, lengths = LoraRouter(), [20, 17]
+    hook_adapters(model, router)
+    targets = select_targets(find_linears(model), LoraSpec(4))
+    hidden = int(model.config.hidden_size)  # type: ignore[union-attr, arg-type]
+    adapters = [
+        Adapter(LoraSpec(4, seed), targets, f"m{seed}", "cpu", hidden, torch.float32) for seed in (1, 2)
+    ]
+    for each in adapters:
+        # Of B too, which begins as zeros.
+        each.low.normal_(0, 0.1)
+    gradients = [torch.zeros_like(each.low) for each in adapters]
+    tokens = torch.randint(512, (1, sum(lengths)))
+    with router.route([Segment(*each) for each in zip(lengths, adapters, gradients, strict=True)]):
+        found, _ = Scorer(model, router, detached=False)(
+            tokens, Targets(tokens[0].roll(-1), ((sum(lengths), 1),)), Sequences.of(lengths, "cpu")
+        )
+        found.sum().backward()
+    return [found.detach(), *gradients]
+
+
+def test_weights_that_learn_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linears, "uses_onednn", lambda: True)
+    model = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 8))
+    linears.speed_up_linears(model)
+    model(torch.randn(3, 20, 24)).sum().backward()
     assert all(each.grad is not None for each in model.parameters())
 
 
@@ -73,13 +113,13 @@ def test_weights_that_are_sharded_or_of_another_precision_are_torchs_own() -> No
     x, weight = torch.randn(16, 24), torch.randn(40, 24)
     assert is_frozen(x, weight, None)
     assert not is_frozen(x.bfloat16(), weight.bfloat16())
-    assert not is_frozen(x, weight.to("meta").to(torch.bfloat16))
+    assert not is_frozen(x, weight.bfloat16())
     weight.ds_id = 1  # type: ignore[attr-defined]
     assert not is_frozen(x, weight)
 
 
 @pytest.mark.parametrize(
-    "capability, maker, faster",
+    ("capability", "vendor", "chosen"),
     [
         ("AVX512", "AuthenticAMD", True),
         ("AVX512", "GenuineIntel", False),
@@ -88,9 +128,10 @@ def test_weights_that_are_sharded_or_of_another_precision_are_torchs_own() -> No
     ],
 )
 def test_it_is_chosen_where_mkl_leaves_avx_512_unused(
-    capability: str, maker: str, faster: bool, monkeypatch: pytest.MonkeyPatch
+    capability: str, vendor: str, chosen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    said = f"processor\t: 0\nvendor_id\t: {maker}\nmodel name\t: x\n" if maker else "processor\t: 0\n"
-    monkeypatch.setattr(Path, "read_text", lambda *_: said)
-    assert linears.is_faster.__wrapped__() is faster
+    named = f"vendor_id\t: {vendor}\n" if vendor else ""
+    (tmp_path / "cpuinfo").write_bytes(f"processor\t: 0\n{named}model name\t: ".encode() + b"\xff\n")
+    monkeypatch.setattr(linears, "_CPUS", tmp_path / "cpuinfo")
+    assert linears.uses_onednn.__wrapped__() is chosen
