@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.common.contract import ids, roles, tensors
 from services.common.contract.errors import InvalidRequest
@@ -28,7 +29,7 @@ class Target:
 
     Attributes:
         base_model: registered name of the base model.
-        unit_tokens: tokens of one unit of work.
+        unit_tokens: most tokens of one unit of work; an operation may have been journaled with fewer.
         shares_prefixes: the trainer computes shared prefixes once, see `compute.engine.Engine`.
         splits: its ranks compute sequences together that none of them holds alone.
         routing: how the base model routes tokens, if it computes with experts that it is given.
@@ -125,8 +126,7 @@ def from_pb(operation: operation_pb2.Operation, target: Target) -> Work:
         case "create_model":
             return _create(operation.create_model, target)
         case "forward_backward":
-            one_rank = operation.one_rank_tokens if target.splits else 0
-            return _forward(operation.forward_backward, target, max(1, operation.ranks), one_rank)
+            return _forward(operation.forward_backward, target, _cutting(operation, target))
         case "optim_step":
             return Step(_adam(operation.optim_step.adam))
         case "save_state":
@@ -182,7 +182,25 @@ def _adam(adam: training_pb2.AdamParams) -> AdamSpec:
     )
 
 
-def _forward(request: training_pb2.ForwardBackward, target: Target, ranks: int, one_rank: int) -> Forward:
+class _Cutting(NamedTuple):
+    """How an operation is cut into units; as in `split_operation`."""
+
+    token_budget: int
+    ranks: int
+    one_rank: int
+
+
+def _cutting(operation: operation_pb2.Operation, target: Target) -> _Cutting:
+    """As it was journaled, as far as this trainer can."""
+    return _Cutting(
+        min(operation.micro_batch_tokens or target.unit_tokens, target.unit_tokens),
+        max(1, operation.ranks),
+        # What only runs forward keeps nothing for a backward pass, so one rank holds more of it.
+        operation.one_rank_tokens if target.splits and not operation.forward_backward.forward_only else 0,
+    )
+
+
+def _forward(request: training_pb2.ForwardBackward, target: Target, cutting: _Cutting) -> Forward:
     if not request.data:
         raise InvalidRequest("data is empty; give at least one datum", "empty_data")
     data = []
@@ -197,11 +215,10 @@ def _forward(request: training_pb2.ForwardBackward, target: Target, ranks: int, 
         data.append(Datum(tokens.data, inputs, _routed(pb, target, f"data[{index}]: routed_experts")))
     units = split_operation(
         told_apart([datum.tokens for datum in data], [routing.ids_of(datum.routed) for datum in data]),
-        target.unit_tokens,
+        cutting.token_budget,
         shared=target.shares_prefixes,
-        ranks=ranks,
-        # What only runs forward keeps nothing for a backward pass, so one rank holds more of it.
-        one_rank=0 if request.forward_only else one_rank,
+        ranks=cutting.ranks,
+        one_rank=cutting.one_rank,
     )
     config = dict(request.loss_config)
     return Forward(tuple(data), request.loss_fn, config, request.forward_only, tuple(units))

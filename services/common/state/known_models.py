@@ -36,6 +36,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     max_sequence_tokens: int = 0
     max_forward_tokens: int = 0
     one_rank_tokens: int = 0
+    micro_batch_tokens: int = 0
     max_operation_tokens: int = 0
     world_size: int = 1
     max_lora_rank: int = 0

@@ -60,6 +60,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
             sequences of one operation; 0 = not said.
         one_rank_tokens: of the longest that one rank of a trainer holds, where all compute longer ones
             together; 0 = they do not.
+        micro_batch_tokens: that a trainer computes several sequences of at once; 0 = not said.
         world_size: ranks of a trainer, workers of a sampler in all `pipeline_stages`.
         max_lora_rank: largest adapter rank it accepts; 0 = no limit of its own.
         max_sequences: sequences that a sampler's engine generates at once; 0 = no
@@ -105,6 +106,7 @@ class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
     max_sequence_tokens: int = 0
     max_forward_tokens: int = 0
     one_rank_tokens: int = 0
+    micro_batch_tokens: int = 0
     max_operation_tokens: int = 0
     device: str = ""
     dtype: str = ""
@@ -236,6 +238,7 @@ def facts(record: ServiceRecord) -> Facts:
         max_sequence_tokens=record.max_sequence_tokens,
         max_forward_tokens=record.max_forward_tokens,
         one_rank_tokens=record.one_rank_tokens,
+        micro_batch_tokens=record.micro_batch_tokens,
         max_operation_tokens=record.max_operation_tokens,
         world_size=record.world_size,
         max_lora_rank=record.max_lora_rank,

@@ -39,6 +39,8 @@ class BaseModel:
         max_forward_tokens: of the longest that only runs forward, the same.
         one_rank_tokens: of the longest that one rank of a trainer holds, where ranks compute longer ones
             together; 0 = they do not.
+        micro_batch_tokens: that its trainers compute several sequences of at once, the fewest; what one
+            operation comes to is cut so; 0 = not said.
         max_operation_tokens: of all sequences of one operation, the same.
         trainer_ranks: of its trainers, the fewest; what one operation comes to is cut for so many.
         max_train_rank: largest LoRA rank its trainers take; 0 = no limit of their own.
@@ -63,6 +65,7 @@ class BaseModel:
     max_sequence_tokens: int = 0
     max_forward_tokens: int = 0
     one_rank_tokens: int = 0
+    micro_batch_tokens: int = 0
     max_operation_tokens: int = 0
     trainer_ranks: int = 1
     max_train_rank: int = 0
@@ -122,6 +125,7 @@ def _base_model(known: KnownModel, trainers: Sequence[Facts], samplers: Sequence
         max_sequence_tokens=_smallest(one.max_sequence_tokens for one in training),
         max_forward_tokens=_smallest(one.max_forward_tokens for one in training),
         one_rank_tokens=_smallest(one.one_rank_tokens for one in training),
+        micro_batch_tokens=_smallest(one.micro_batch_tokens for one in training),
         max_operation_tokens=_smallest(one.max_operation_tokens for one in training),
         trainer_ranks=_smallest(one.world_size for one in training) or 1,
         max_train_rank=_smallest(one.max_lora_rank for one in training),

@@ -279,6 +279,7 @@ class Models:
                 operation.forward_backward.CopyFrom(built)
                 operation.ranks = base.trainer_ranks
                 operation.one_rank_tokens = base.one_rank_tokens
+                operation.micro_batch_tokens = base.micro_batch_tokens
 
             await _run(make, size)
 

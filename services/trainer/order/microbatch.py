@@ -1,8 +1,9 @@
 """Splits one operation into units of work and deals micro-batches to ranks. Pure.
 
-Invariant: the split is a function of the operation's own tokens, the token budget, the ranks and the length
-of a sequence for one rank that the operation was journaled with, and whether prefixes are shared, so that a
-replay of the operation with the same settings, on the same device, computes bit for bit the same gradient.
+Invariant: the split is a function of the operation's own tokens, of the token budget, the ranks and the
+length of a sequence for one rank that the operation was journaled with, and of whether the device shares
+prefixes. So a replay of the operation on the same device computes bit for bit the same gradient, unless the
+trainer has a smaller budget by then.
 """
 
 from __future__ import annotations

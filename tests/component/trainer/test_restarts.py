@@ -60,7 +60,8 @@ def test_a_killed_world_comes_back_with_every_accepted_operation(
     finally:
         first.kill()
 
-    second = TrainerWorld(redis_url, model_dir, tmp_path, 2, 0, "--micro-batch-tokens", "64")
+    # What was accepted is cut as it was then.
+    second = TrainerWorld(redis_url, model_dir, tmp_path, 2, 0, "--micro-batch-tokens", "4096")
     try:
         assert status_of(second.send(model.sent[3])) is grpc.StatusCode.FAILED_PRECONDITION
         # Not made afresh: it exists.
@@ -76,6 +77,7 @@ def test_a_killed_world_comes_back_with_every_accepted_operation(
         # From here on it is as if nothing had happened.
         model.world = second
         twin = TrainedModel(second)
+        twin.micro_batch_tokens = model.micro_batch_tokens
         twin.create()
         twin.forward_backward(data)
         twin.step()

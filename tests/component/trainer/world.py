@@ -86,10 +86,15 @@ def status_of(call: Future[results_pb2.OperationResult]) -> grpc.StatusCode:
 
 
 class TrainedModel:
-    """Numbers and sends the operations of one model."""
+    """Numbers and sends the operations of one model.
+
+    Attributes:
+        micro_batch_tokens: that its operations are journaled with, as gateways do.
+    """
 
     def __init__(self, world: TrainerWorld) -> None:
         self.world = world
+        self.micro_batch_tokens = world.record.micro_batch_tokens
         self.model_id = f"s{next(_session)}-{os.getpid()}:train:0"
         self.next_seq = 0
         self.sent: list[operation_pb2.Operation] = []
@@ -97,6 +102,8 @@ class TrainedModel:
 
     def operation(self, **kind: Any) -> operation_pb2.Operation:
         """The model's next operation, not sent."""
+        if "forward_backward" in kind:
+            kind.setdefault("micro_batch_tokens", self.micro_batch_tokens)
         made = operation_pb2.Operation(model_id=self.model_id, seq_id=self.next_seq, **kind)
         self.next_seq += 1
         self.sent.append(made)

@@ -77,6 +77,21 @@ def test_what_only_runs_forward_is_computed_by_one_rank() -> None:
     assert units_of(splits=True, forward_only=True) == [(10, False), (11, False)]
 
 
+@pytest.mark.parametrize(
+    ("journaled", "of_the_trainer", "units"),
+    [(32, 1024, 4), (0, 64, 2), (1024, 32, 4)],
+    ids=["a trainer with larger ones cuts it alike", "not said", "a trainer with smaller ones keeps to them"],
+)
+def test_an_operation_is_cut_into_micro_batches_as_it_was_journaled(
+    journaled: int, of_the_trainer: int, units: int
+) -> None:
+    operation = operation_with(*[b""] * 4)
+    operation.micro_batch_tokens = journaled
+    work = convert.from_pb(operation, Target("base", of_the_trainer, shares_prefixes=False))
+    assert isinstance(work, Forward)
+    assert len(work.units) == units
+
+
 ROUTING = Routing(layers=1, top_k=2, experts=4)
 
 

@@ -55,6 +55,13 @@ def test_what_one_rank_holds_is_known_where_ranks_hold_more_together() -> None:
     assert base_models.merge(view(alone))["a/b"].one_rank_tokens == 0
 
 
+def test_operations_are_cut_for_the_trainer_with_the_smallest_micro_batches() -> None:
+    small, large = (record("trainer", "a/b", micro_batch_tokens=tokens) for tokens in (1024, 8192))
+    assert base_models.merge(view(large, small))["a/b"].micro_batch_tokens == 1024
+    away = KnownModel("a/b", trainer=facts(large))
+    assert base_models.merge(view(known=(away,)))["a/b"].micro_batch_tokens == 8192
+
+
 def test_experts_are_told_where_one_sampler_tells_them_and_that_stays_known() -> None:
     routing = Routing(2, 4, 60)
     telling, other = record("sampler", "a/b", routing=routing), record("sampler", "a/b")

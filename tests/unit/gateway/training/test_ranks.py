@@ -32,13 +32,13 @@ async def sent(edges: Edges, model: str, seq_id: int, length: int) -> operation_
 
 async def test_a_batch_keeps_the_numbers_of_the_trainer_that_it_was_accepted_for(edges: Edges) -> None:
     trainer = edges.announcers["trainer"]
-    together = {"world_size": 2, "max_sequence_tokens": 7, "one_rank_tokens": 4}
+    together = {"world_size": 2, "max_sequence_tokens": 7, "one_rank_tokens": 4, "micro_batch_tokens": 64}
     await trainer.update(msgspec.structs.replace(trainer.record, **together))
     async with edges.http() as client:
         model = await new_model(edges, client)
         operation = await sent(edges, model, 1, length=7)
         assert operation is not None
-        assert (operation.ranks, operation.one_rank_tokens) == (2, 4)
+        assert (operation.ranks, operation.one_rank_tokens, operation.micro_batch_tokens) == (2, 4, 64)
         # What all ranks together do not hold is refused with both numbers.
         assert await sent(edges, model, 2, length=8) is None
         said = (await failure(client, model, 2))["error"]
