@@ -39,6 +39,7 @@ from services.trainer.compute.memory.capacity import Footprint, footprint
 from services.trainer.compute.replay.routers import Replay
 from services.trainer.compute.sharding import quantized
 from services.trainer.compute.sharding.engines import EVERY_ENGINE
+from services.trainer.compute.sharding.loading import reading_own_parts
 from services.trainer.compute.sharding.stage3 import (
     gather_what_is_read,
     held_bytes,
@@ -309,20 +310,19 @@ def load_model(
     if sharded_config:
         share_replicas()
         sharded_config = with_exact_buffers(sharded_config, model_config, dtype)
-    # While this object lives, from_pretrained shards each weight as it loads it, from what rank 0 has read.
-    # The others map the files too and read nothing of them but what transformers converts, as experts that
-    # files have one by one: of such a family each rank's host holds those weights while it loads.
+    # While this object lives, from_pretrained shards each weight as it makes it.
     sharding = HfDeepSpeedConfig(sharded_config) if sharded_config else None
     register()
     attention = _attention(model_config)
-    model = AutoModelForCausalLM.from_pretrained(
-        model_path,
-        dtype=dtype,
-        low_cpu_mem_usage=True,
-        attn_implementation=attention,
-        # Files of PyTorch's own format would be unpickled.
-        use_safetensors=True,
-    )
+    with reading_own_parts():
+        model = AutoModelForCausalLM.from_pretrained(
+            model_path,
+            dtype=dtype,
+            low_cpu_mem_usage=True,
+            attn_implementation=attention,
+            # Files of PyTorch's own format would be unpickled.
+            use_safetensors=True,
+        )
     del sharding
     if model.base_model is model:
         raise InvalidRequest(

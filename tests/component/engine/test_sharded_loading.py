@@ -1,0 +1,72 @@
+"""What a model is made of is under ZeRO-3 what it is without: its weights, by whatever names and in whatever
+pieces files have them, and its buffers, also those that no file has, as rotary frequencies, which DeepSpeed
+would round."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from services.common.worlds.sharding import Sharding
+from services.trainer.compute.base_model import _deepspeed_config, init_distributed, load_model
+from services.trainer.compute.sharding import loading
+from tests.unit.trainer.compute.architectures import FLAT, SINGLE, config_of, random_model
+
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("one_rank")]
+
+# llama4_text stands for pictures too in its files, and is not read from these alone.
+SERVED = {**FLAT, **{name: settings for name, settings in SINGLE.items() if name != "llama4_text"}}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_every_architecture_keeps_its_buffers(name: str, tmp_path: Path) -> None:
+    random_model(config_of(name, SERVED[name]), "eager").save_pretrained(tmp_path)
+    init_distributed("cpu")
+    expected = dict(load_model(str(tmp_path), torch.bfloat16, None, False).named_buffers())
+    config = _deepspeed_config(3, torch.bfloat16, Sharding())
+    found = dict(load_model(str(tmp_path), torch.bfloat16, config, False).named_buffers())
+    assert {each: held.dtype for each, held in found.items()} == {
+        each: held.dtype for each, held in expected.items()
+    }
+    assert torch.float32 in {held.dtype for held in found.values()}
+    assert all(torch.equal(held, expected[each]) for each, held in found.items())
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_5_moe_text"])
+def test_weights_are_those_of_the_files_and_no_more_than_a_layer_is_converted_at_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_model(config_of(name, SERVED[name]), "eager").save_pretrained(tmp_path)
+    init_distributed("cpu")
+    expected = dict(load_model(str(tmp_path), torch.float32, None, False).named_parameters())
+    read: list[set[str]] = []
+    convert = loading._converted
+
+    def converted(model: object, state: dict[str, Tensor], load_config: object) -> dict[str, Tensor]:
+        read.append({".".join(each.split(".")[:3]) for each in state if ".layers." in each})
+        return convert(model, state, load_config)
+
+    monkeypatch.setattr(loading, "_converted", converted)
+    config = _deepspeed_config(3, torch.float32, Sharding())
+    found = dict(load_model(str(tmp_path), torch.float32, config, False).named_parameters())
+    assert all(len(layers) <= 1 for layers in read) and len(set.union(*read)) == 2
+    assert found.keys() == expected.keys()
+    for each, weight in found.items():
+        assert torch.equal(weight.ds_tensor.view(weight.ds_shape), expected[each].data), each
+
+
+def test_a_weight_of_another_shape_is_an_error(tmp_path: Path) -> None:
+    model = random_model(config_of("llama", SERVED["llama"]), "eager")
+    model.save_pretrained(tmp_path)
+    files = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    files[name] = files[name][1:].contiguous()
+    safetensors.torch.save_file(files, tmp_path / "model.safetensors", {"format": "pt"})
+    init_distributed("cpu")
+    config = _deepspeed_config(3, torch.float32, Sharding())
+    with pytest.raises(RuntimeError, match=f"size mismatch for {name}: .47, 32. in files, not .48, 32."):
+        load_model(str(tmp_path), torch.float32, config, False)

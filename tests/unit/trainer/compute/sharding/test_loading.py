@@ -1,0 +1,30 @@
+"""Which part of a model's files each rank takes."""
+
+import torch
+
+from services.trainer.compute.sharding.loading import layers, own_part
+
+
+def test_what_a_conversion_may_put_together_is_read_together() -> None:
+    names = [
+        "lm_head.weight",
+        "model.layers.0.mlp.experts.1.up_proj.weight",
+        "model.layers.10.mlp.experts.0.up_proj.weight",
+        "model.layers.0.mlp.experts.0.up_proj.weight",
+        "model.embed_tokens.weight",
+        "model.layers.0.mlp.gate.weight",
+    ]
+    assert list(layers(names)) == [
+        ["lm_head.weight"],
+        [names[1], names[3], names[5]],
+        [names[2]],
+        ["model.embed_tokens.weight"],
+    ]
+
+
+def test_ranks_parts_are_the_weight_and_what_fills_them_up() -> None:
+    whole = torch.arange(10, dtype=torch.float32).view(2, 5)
+    parts = [torch.full((4,), -1, dtype=torch.bfloat16) for _ in range(4)]
+    for rank, part in enumerate(parts):
+        own_part(whole, part, rank)
+    assert torch.cat(parts).tolist() == [*range(10), *[-1] * 6]
