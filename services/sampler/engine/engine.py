@@ -35,6 +35,7 @@ from services.sampler.engine import answers, child
 from services.sampler.engine.calls import asked
 from services.sampler.engine.calls.reports import ENDED, Reports
 from services.sampler.engine.calls.workers import CALL_S, Workers
+from services.sampler.engine.logprobs import front as logprobs
 from services.sampler.engine.params import checked, vllm_params, vllm_prompt
 from services.sampler.engine.runs import Run, Runs
 from services.sampler.engine.sampling import (
@@ -81,6 +82,7 @@ class Engine:
         check_device(config, device)
         self._config = config
         self._llm = started(config, device)
+        logprobs.install(self._llm)
         model, settings = self._llm.model_config, self._llm.vllm_config
         self.model_runner = "v2" if settings.use_v2_model_runner else "v1"
         log.info("vLLM's model runner %s computes the steps", self.model_runner.upper())

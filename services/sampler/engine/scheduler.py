@@ -9,6 +9,8 @@ A request may ask for the experts that have its tokens, too. Workers tell them o
 together, and go to the front end beside the tokens, as vLLM has a way for it (its V2 model runner's own). The
 cache keeps none, so nothing of such a request comes from there.
 
+Log-probabilities of sampled tokens leave as one array a step (see `logprobs`).
+
 Invariant: of a request that scores its prompt, no row that is needed is taken from the cache.
 """
 
@@ -22,6 +24,7 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from services.sampler.engine.logprobs import core as logprobs
 from services.sampler.engine.routed_rows import RoutedRows
 from services.sampler.engine.shifts import core as shifts
 from services.sampler.engine.shifts import full_core
@@ -35,6 +38,7 @@ def make_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
     _limit_cache_hits(scheduler.kv_cache_manager)
     if scheduler.aux_output_connector is None:
         _pass_experts_on(scheduler)
+    logprobs.install(scheduler)
     full_core.install(scheduler)
     if vllm_config.lora_config is not None:
         shifts.install(scheduler, vllm_config.lora_config.max_loras)

@@ -26,15 +26,19 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.utils import mem_utils
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import LogprobsLists
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.serial_utils import MsgpackEncoder
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import lora_utils, model_runner
 from vllm.v1.worker.gpu.sample import prompt_logprob
 from vllm.v1.worker.gpu.sample import sampler as sampler_v2
 
 from services.sampler.config import SamplerConfig
+from services.sampler.engine.logprobs.core import StepRows, pack
 from services.sampler.engine.settings import EngineStats, engine_args
 from tests.component.sampler.process import make_model
 from tests.unit.sampler.worker.written import written
@@ -298,3 +302,30 @@ def test_vllms_gauge_of_adapters_keeps_each_that_ever_ran(
         stats.record(SchedulerStats(running_lora_adapters={adapter: 1}), None)
     names = [sample.name for metric in REGISTRY.collect() for sample in metric.samples]
     assert names.count("vllm:lora_requests_info") == kept
+
+
+SAMPLED = {f"00000000-0000-0000-0000-{index:012d}": 50_000 + index for index in range(1024)}
+"""The tokens of a step, of as many requests."""
+
+
+def sent(rows: LogprobsLists | None) -> int:
+    """Bytes of the step's outputs, which have what is theirs of these rows, by vLLM's encoder."""
+    outputs = [EngineCoreOutput(name, [token]) for name, token in SAMPLED.items()]
+    for index, output in enumerate(outputs if rows is not None else ()):
+        output.new_logprobs = rows and rows.slice_request(index, 1)
+    if isinstance(rows, StepRows):
+        pack(outputs, rows, rows.held)
+    message = MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs))
+    return sum(memoryview(part).nbytes for part in message)
+
+
+def test_vllm_sends_arrays_with_each_token_and_a_sampler_its_number_alone() -> None:
+    """engine/logprobs (no upstream report found; a comment at vLLM's EngineCoreOutputs considers columns)."""
+    ids, count = np.array(list(SAMPLED.values()), np.int32), len(SAMPLED)
+    own = LogprobsLists(ids[:, None], np.ones((count, 1), np.float32), np.ones(count, np.int64))
+    asks = SimpleNamespace(sampling_params=SamplingParams(logprobs=0))
+    ours = StepRows(*own)
+    ours.begin(list(SAMPLED), dict.fromkeys(SAMPLED, asks))
+    # A float and how many there are, and once what is around them.
+    assert sent(ours) - sent(None) <= count * 6 + 100
+    assert sent(own) - sent(None) >= count * 30

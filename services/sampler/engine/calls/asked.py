@@ -23,6 +23,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from services.common.process import failpoints
 from services.common.process.tasks import cancel_all
+from services.sampler.engine.logprobs.front import Processor
 
 T = TypeVar("T")
 
@@ -94,7 +95,7 @@ async def _added(
     llm.output_processor.add_request(request, None, queue=collector)
     # Stop strings need the text. vLLM would make that of every token with a log-probability besides.
     state: Any = llm.output_processor.request_states[name]
-    state.logprobs_processor.tokenizer = None
+    state.logprobs_processor = Processor.of(state.logprobs_processor)
     await llm.engine_core.add_request_async(request)
     return collector
 

@@ -19,10 +19,12 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.outputs import LogprobsLists
 
 from services.sampler.engine.calls import asked
+from services.sampler.engine.logprobs.front import unpack
 
 
 class Llm:
@@ -35,7 +37,11 @@ class Llm:
         self.aborted: list[str] = []
         self.input_processor = self.engine_core = self
         self.output_processor: Any = self
-        self.request_states = {"name": SimpleNamespace(logprobs_processor=SimpleNamespace(tokenizer=None))}
+        self.request_states = {
+            "name": SimpleNamespace(
+                logprobs_processor=LogprobsProcessor(None, FlatLogprobs(), None, 0.0, 0, None)
+            )
+        }
 
     def _run_output_handler(self) -> None:
         pass
@@ -85,15 +91,18 @@ async def test_outputs_of_a_stream_are_told_as_they_come_and_are_one_in_the_end(
     assert llm.aborted == []
 
 
-async def test_text_is_made_to_find_stop_strings_and_of_no_token_that_has_a_log_probability() -> None:
-    llm, told = Llm(), []  # type: ignore[var-annotated]
+def asked_for(llm: Llm, logprobs: int, kind: RequestOutputKind) -> None:
+    """Has vLLM's own front end take the sequence on, which ends with "more"."""
     words = Tokenizer(WordLevel({"none": 0, "some": 1, "more": 2}, "none"))
     llm.output_processor = OutputProcessor(PreTrainedTokenizerFast(tokenizer_object=words), log_stats=False)
-    params = SamplingParams(
-        stop=["more"], logprobs=1, flat_logprobs=True, output_kind=RequestOutputKind.DELTA
-    )
-    asked_for = EngineCoreRequest("name", [0], None, params, None, 0.0, None, None, None)
-    llm.process_inputs = lambda *_, **__: asked_for  # type: ignore[method-assign,assignment]
+    params = SamplingParams(stop=["more"], logprobs=logprobs, flat_logprobs=True, output_kind=kind)
+    request = EngineCoreRequest("name", [0], None, params, None, 0.0, None, None, None)
+    llm.process_inputs = lambda *_, **__: request  # type: ignore[method-assign,assignment]
+
+
+async def test_text_is_made_to_find_stop_strings_and_of_no_token_that_has_a_log_probability() -> None:
+    llm, told = Llm(), []  # type: ignore[var-annotated]
+    asked_for(llm, 1, RequestOutputKind.DELTA)
     asking = ask(llm, told)
     await asyncio.sleep(0.01)
     for token in (1, 2):
@@ -105,6 +114,34 @@ async def test_text_is_made_to_find_stop_strings_and_of_no_token_that_has_a_log_
     assert isinstance(found.logprobs, FlatLogprobs)
     assert found.logprobs.token_ids == [1, 0, 2, 0]
     assert found.logprobs.decoded_tokens == [None] * 4
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
+async def test_numbers_of_a_steps_array_end_with_the_stop_string_as_their_tokens_do(
+    kind: RequestOutputKind,
+) -> None:
+    llm, told = Llm(), []  # type: ignore[var-annotated]
+    asked_for(llm, 0, kind)
+    asking = ask(llm, told)
+    await asyncio.sleep(0.01)
+    # A step makes several tokens where drafts hold.
+    for tokens in ([1], [0, 1], [1, 2, 0, 1]):
+        # Of another request, too, which is not known here any more.
+        outputs = [EngineCoreOutput("aborted", [2, 2]), EngineCoreOutput("name", list(tokens))]
+        numbers = np.array([-9.0, -9.0, *(-token / 8 for token in tokens)], np.float32)
+        counts = np.array([2, len(tokens)])
+        outputs[0].new_logprobs = LogprobsLists(np.empty(0, np.int32), numbers, counts)
+        unpack(outputs)
+        llm.output_processor.process_outputs(outputs)
+        await asyncio.sleep(0.01)
+    found = (await asking).outputs[0]
+    assert (found.token_ids, found.finish_reason) == ([1, 0, 1, 1, 2], "stop")
+    assert isinstance(found.logprobs, FlatLogprobs)
+    assert found.logprobs.token_ids == found.token_ids
+    assert found.logprobs.logprobs == [-token / 8 for token in found.token_ids]
+    assert found.cumulative_logprob == sum(found.logprobs.logprobs)
+    streamed = [([1], 0), ([0, 1], 1), ([1, 2], 3)]
+    assert told == (streamed if kind is RequestOutputKind.DELTA else [([1, 0, 1, 1, 2], 0)])
 
 
 async def test_a_caller_that_is_cancelled_leaves_nothing_in_the_engine() -> None:
