@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.common.contract.tensors import from_values
 from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, register
-from services.trainer.compute.base_model import Scorer, checkpoint_blocks
+from services.trainer.compute.base_model import Scorer
+from services.trainer.compute.blocks.checkpointing import checkpoint_blocks
 from services.trainer.compute.collate import collate, in_order
 from services.trainer.compute.data import LoraSpec, Row
 from services.trainer.compute.logprobs import Targets

@@ -217,6 +217,9 @@ def _cell(answers: Answers, shape: str, adapters: int, tokens: int, peak: float 
         if answer["peak_bytes"]:
             details[f"{side}_peak_gib"] = round(answer["peak_bytes"] / 2**30, 2)
         details[f"{side}_repetitions"] = len(answer["seconds"])
+        if answer.get("kept_seconds"):
+            details[f"{side}_kept_blocks_tokens_per_s"] = round(sum(each) / min(answer["kept_seconds"]), 1)
+            details[f"{side}_kept_blocks_peak_gib"] = round(answer["kept_peak_bytes"] / 2**30, 2)
         if answer.get("out_of_memory_and_split"):
             details[f"{side}_allocations_refused_and_batch_split"] = answer["out_of_memory_and_split"]
     name = (

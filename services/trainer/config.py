@@ -41,7 +41,8 @@ class TrainerConfig:
         checkpoint_store: where named checkpoints and exports are kept: a directory or a URL such as
             s3://bucket/prefix; empty = in the data directory.
         micro_batch_tokens: tokens of one micro-batch.
-        activation_checkpointing: blocks compute their activations again in the backward pass.
+        activation_checkpointing: blocks compute their activations again in the backward pass; `keeps_blocks`:
+            but for those whose activations there is room for.
         max_context: most tokens of an example; 0 = as many as the base model takes.
         memory_bytes: that each rank may take of its device; 0 = what its GPU has free at the start, or its
             share of three quarters of the machine's.
@@ -72,6 +73,7 @@ class TrainerConfig:
     checkpoint_store: str
     micro_batch_tokens: int
     activation_checkpointing: bool
+    keeps_blocks: bool
     max_context: int
     memory_bytes: int
     adapter_host_bytes: int | None
@@ -211,7 +213,8 @@ def parse(argv: list[str]) -> TrainerConfig:
         "activation-checkpointing",
         "auto",
         "on: of each block only the input is kept for the backward pass, and the rest computed again there: "
-        "the same numbers, a twentieth of the memory, a third more time; auto = on with CUDA, off on CPU",
+        "the same numbers, a twentieth of the memory, up to half as much time again; auto = so with CUDA, "
+        "but for blocks whose activations find room, and off on CPU",
         choices=("auto", "on", "off"),
     )
     args = parser.parse_args([*from_environment, *argv])
@@ -278,6 +281,7 @@ def parse(argv: list[str]) -> TrainerConfig:
         micro_batch_tokens=_AUTO_TOKENS[device] if tokens == "auto" else int(tokens),
         activation_checkpointing=args.activation_checkpointing == "on"
         or (args.activation_checkpointing == "auto" and device == "cuda"),
+        keeps_blocks=args.activation_checkpointing == "auto" and device == "cuda",
         max_context=args.max_context,
         memory_bytes=int(args.memory_gib * 2**30),
         adapter_host_bytes=None if on_host is None else int(on_host * 2**30),

@@ -59,16 +59,20 @@ def exact(device: str, directory: Path, dtype: str) -> None:
 
 
 def checkpointed(device: str, directory: Path) -> None:
-    """With activations that are computed again a model trains to the same."""
+    """With activations that are computed again a model trains to the same, also where there is room to keep
+    those of some blocks or of all."""
     small_model(directory)
     trained = []
-    for checkpointing in (False, True):
+    for checkpointing, memory in ((False, None), (True, None), (True, MEMORY), (True, 0)):
         engine = start(directory, device, "float32", checkpointing=checkpointing)
+        if memory is not None:
+            engine.keep_blocks(memory)
         trained_model(engine, "m")
         _run(engine, work((op("m"), [ce_row(1, 20), ce_row(2, 70)])))
         engine.optim_step("m", ADAM)
         trained.append(flat(engine.state("m")))
-    np.testing.assert_allclose(trained[1], trained[0], rtol=1e-5, atol=1e-6)
+    for state in trained[1:]:
+        np.testing.assert_allclose(state, trained[0], rtol=1e-5, atol=1e-6)
 
 
 def shared(device: str, directory: Path) -> None:
@@ -91,7 +95,8 @@ def shared(device: str, directory: Path) -> None:
 
 
 def capacity(device: str, directory: Path) -> None:
-    """What is announced of a given memory is computed within it."""
+    """What is announced of a given memory is computed within it, also where blocks keep their activations as
+    far as there is room."""
     gc.collect()
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
     engine = start(small_model(directory), device, "bfloat16")
@@ -103,10 +108,13 @@ def capacity(device: str, directory: Path) -> None:
     def run() -> None:
         _run(engine, one_micro_batch(["m"], [sequence]))
 
-    if device == "cuda":
-        assert peak_of_cuda(run) - before <= MEMORY
-    else:
-        run()
+    for keeps in (False, True):
+        if keeps:
+            engine.keep_blocks(MEMORY)
+        if device == "cuda":
+            assert peak_of_cuda(run) - before <= MEMORY
+        else:
+            run()
 
 
 def out_of_memory(device: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from services.common.contract.errors import InvalidRequest
 from services.common.process.memory import allocator
 from services.common.weights.rendezvous import meeting_store, tcp_store
 from services.common.worlds.sharding import Sharding
 from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, is_flat, register
+from services.trainer.compute.blocks.checkpointing import checkpoint_blocks
 from services.trainer.compute.exchange import COLLECTIVE_TIMEOUT
 from services.trainer.compute.kernels.linears import speed_up_linears
 from services.trainer.compute.kernels.norms import fuse_norms
@@ -153,6 +153,7 @@ class BaseModel:
     Attributes:
         collective: forward and backward passes are collectives of the whole world.
         flat: it computes several sequences at once; else `score` takes one.
+        blocks: its blocks, where they compute their activations again.
         linears: every linear an adapter may adapt, by Hugging Face name, in the model's order.
         unadapted: other weights of its blocks, which none can.
         elements: of its weights, over all ranks.
@@ -187,7 +188,8 @@ class BaseModel:
         self.device = f"cuda:{torch.cuda.current_device()}" if device == "cuda" else "cpu"
         self.collective = zero_stage == 3
         config = _deepspeed_config(zero_stage, dtype, sharding)
-        model = load_model(model_path, dtype, config if self.collective else None, activation_checkpointing)
+        model = load_model(model_path, dtype, config if self.collective else None)
+        self.blocks = checkpoint_blocks(model) if activation_checkpointing else None
         self.arch = type(model).__name__
         self.flat = computes_flat(model)
         self.vocab_size = int(model.config.vocab_size)
@@ -292,13 +294,11 @@ def load_model(
     model_path: str,
     dtype: torch.dtype,
     sharded_config: dict[str, Any] | None,
-    activation_checkpointing: bool,
 ) -> Any:
     """The causal language model, without gradients and in evaluation mode (no dropout).
 
     Args:
         sharded_config: DeepSpeed configuration under whose ZeRO-3 each weight is sharded as it is loaded.
-        activation_checkpointing: of each block only the input is kept for the backward pass.
 
     Raises:
         InvalidRequest: its logits are not those of a linear head above the rest of it.
@@ -339,47 +339,7 @@ def load_model(
         speed_up_linears(model)
     fuse_norms(model)
     fuse_rotations(model)
-    if activation_checkpointing:
-        checkpoint_blocks(model)
     return model
-
-
-def checkpoint_blocks(model: Any) -> None:
-    """Makes each block compute its activations again in the backward pass instead of keeping them.
-
-    Raises:
-        ValueError: the architecture has no blocks that could.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not blocks:
-        raise ValueError(
-            f"{type(model).__name__} cannot checkpoint its activations; start the trainer with "
-            "--activation-checkpointing off"
-        )
-    for block in blocks:
-        block.gradient_checkpointing = True
-        block._gradient_checkpointing_func = _recomputed
-        # transformers asks for it; what is in the block stays in evaluation mode.
-        block.training = True
-
-
-def _recomputed(block: Any, *inputs: Any) -> Any:
-    layer = block.func.__self__
-
-    def run(*given: Any) -> Any:
-        # A block that drops out by itself must see that it is evaluated.
-        layer.training = False
-        try:
-            return block(*given)
-        finally:
-            layer.training = True
-
-    if not torch.is_grad_enabled():
-        return run(*inputs)
-    # Under ZeRO-3 a weight is saved while it is here, and is gone when what was saved is compared.
-    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
 
 
 def computes_flat(model: Any) -> bool:

@@ -60,8 +60,7 @@ class Engine:
     """One rank of the world.
 
     Attributes:
-        vocab_size: token ids are below this.
-        context_length: most tokens of a datum.
+        vocab_size: token ids are below this; `context_length`: most tokens of a datum.
         arch: the base model's architecture class name.
         footprint: what the base model takes of this rank's memory, by arithmetic until it was measured.
         pass_room: bytes that the largest pass that is let in takes of it, once that is known; and
@@ -115,10 +114,8 @@ class Engine:
             activation_checkpointing=activation_checkpointing,
         )
         if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
-            raise ValueError(
-                f"rank {rank} of {world_size} was asked for, but this process is rank {dist.get_rank()} of "
-                f"{dist.get_world_size()}"
-            )
+            mine = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+            raise ValueError(f"rank {rank} of {world_size} was asked for, but this process is {mine}")
         self._rank = rank
         self.device, self.world_size, self.footprint = self._base.device, world_size, self._base.footprint
         self._full = FullModelConfig(
@@ -157,6 +154,10 @@ class Engine:
     def shares_prefixes(self, shares: bool) -> None:
         self._rounds.shares_prefixes = shares
 
+    def keep_blocks(self, memory: int) -> None:
+        """As `Rounds.keep_blocks`."""
+        self._rounds.keep_blocks(memory, self.footprint, self.vocab_size)
+
     def adapter_bytes(self, spec: LoraSpec) -> int:
         """What an adapter takes of each rank, of all alike; any rank may ask alone.
 
@@ -179,7 +180,8 @@ class Engine:
         Args:
             adapters: that adapters take, gradients and moments included.
         """
-        return by_purpose(self.footprint, adapters, self._full.dtype.itemsize, self.world_size, self._in_pass)
+        taken = self._in_pass + self._rounds.kept_bytes
+        return by_purpose(self.footprint, adapters, self._full.dtype.itemsize, self.world_size, taken)
 
     def create_model(self, model_id: str, lora: LoraSpec | None) -> None:
         """Makes a fresh adapter: equal on all ranks and any world size; it changes nothing until trained.

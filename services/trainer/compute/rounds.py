@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -21,6 +21,7 @@ from prometheus_client import Counter
 from services.common.process import failpoints
 from services.trainer.compute.base_model import BaseModel
 from services.trainer.compute.batch_losses import BatchLosses, Leaving
+from services.trainer.compute.blocks.kept import KeptBlocks
 from services.trainer.compute.collate import Collated, collate, computed_tokens, idle_batch, in_order
 from services.trainer.compute.data import Failure, Pass, PassOp, Row, RowResult
 from services.trainer.compute.exchange import part_seconds, patience
@@ -28,6 +29,7 @@ from services.trainer.compute.full.model import FullModel
 from services.trainer.compute.logprobs import shifted
 from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.lora.stack import Segment
+from services.trainer.compute.memory.capacity import Footprint
 from services.trainer.compute.memory.failures import (
     LacksMemory,
     explained,
@@ -36,6 +38,7 @@ from services.trainer.compute.memory.failures import (
     is_out_of_memory,
 )
 from services.trainer.compute.memory.failures import failure as failure_of
+from services.trainer.compute.memory.room import room_within
 from services.trainer.compute.split.exchange import joined
 from services.trainer.compute.split.share import Share
 from services.trainer.compute.tenant import LoraTenant
@@ -74,9 +77,11 @@ def in_turn(jobs: Sequence[J], prepare: Callable[[J], P], start: Callable[[J, P]
 
 @dataclass(frozen=True)
 class _Ready:
-    """What a micro-batch of so many rows is computed from, on the device or on its way there."""
+    """What a micro-batch of so many rows, with so many tokens, is computed from, on the device or on its way
+    there."""
 
     rows: int
+    tokens: int
     batch: Collated
     losses: BatchLosses
 
@@ -129,10 +134,28 @@ class Rounds:
         self._rank = rank
         self._world_size = world_size
         self.shares_prefixes = shares_prefixes
+        self._kept: KeptBlocks | None = None
         self._device = base.device
         self._fitted = {False: 0, True: 0}
         """Tokens of the largest micro-batch of several sequences that ran and all ranks took part in, without
         a backward pass, which takes a fraction of the memory, and with one."""
+
+    def keep_blocks(self, memory: int, footprint: Footprint, vocab_size: int) -> None:
+        """Has the last blocks of the base model, where they compute their activations again, keep them from
+        now on, as far as there is room. Not where ranks share each pass: one that lacked memory would end the
+        world.
+
+        Args:
+            memory: bytes that this rank may take in all; 0 = what it could have.
+        """
+        if self._base.blocks is not None and not self._base.collective:
+            room = partial(room_within, memory, self._device)
+            self._kept = KeptBlocks(self._base.blocks, footprint, vocab_size, room)
+
+    @property
+    def kept_bytes(self) -> int:
+        """That blocks kept of their activations in the last micro-batch with a gradient. Anybody may ask."""
+        return 0 if self._kept is None else self._kept.bytes
 
     def run(self, work: Pass, failures: Mapping[int, Failure]) -> tuple[list[RowResult], dict[int, Failure]]:
         """Runs this rank's micro-batches; its results, and the operations that failed while running."""
@@ -187,7 +210,8 @@ class Rounds:
     def _ready(self, ops: Sequence[PassOp], rows: Sequence[Row]) -> _Ready:
         shared = self.shares_prefixes
         batch = collate(rows, self._device, shared=shared) if rows else idle_batch(self._device)
-        return _Ready(len(rows), batch, BatchLosses(ops, rows, batch, self._device))
+        tokens = sum(row.length for row in rows)
+        return _Ready(len(rows), tokens, batch, BatchLosses(ops, rows, batch, self._device))
 
     def _start(self, alike: _Alike, rows: Sequence[Row], ready: _Ready | None) -> list[Leaving]:
         left = alike.left(rows)
@@ -216,13 +240,16 @@ class Rounds:
         except Exception as error:
             if is_of_device(error):
                 raise
-            if not is_out_of_memory(error) or len(rows) == 1:
+            kept_less = is_out_of_memory(error) and self._kept is not None and self._kept.gives_way()
+            if not kept_less and (not is_out_of_memory(error) or len(rows) == 1):
                 logger.exception("a micro-batch of %d rows failed", len(rows))
                 failure = failure_of(explained(error, rows))
                 alike.failed.update({row.op: failure for row in rows})
                 return []
         # Only here has the error let go of what the batch had computed.
         free_cache()
+        if kept_less:
+            return self._start_or_split(alike, rows, None)
         SPLIT.inc()
         logger.warning(
             "a micro-batch of %d rows, %d tokens, was refused memory and runs in halves: a smaller "
@@ -293,7 +320,10 @@ class Rounds:
         if grad and model is self._base and not model.collective:
             targets = replace(targets, slope=losses.slope())
         given = model.replay.given(batch.chosen)
-        with torch.set_grad_enabled(grad), self._router.route(segments), given:
+        # What prefixes share counts for each: how much of it attention to them keeps is not known.
+        chosen = self._kept if grad and model is self._base else None
+        keeping = chosen.keeping(ready.tokens) if chosen is not None else nullcontext()
+        with torch.set_grad_enabled(grad), self._router.route(segments), given, keeping:
             computed = losses.compute(*model.score(batch.tokens, targets, batch.sequences))
             failpoints.hit("trainer.mid_batch")
             if grad:

@@ -26,9 +26,9 @@ SERVED = {**FLAT, **{name: settings for name, settings in SINGLE.items() if name
 def test_every_architecture_keeps_its_buffers(name: str, tmp_path: Path) -> None:
     random_model(config_of(name, SERVED[name]), "eager").save_pretrained(tmp_path)
     init_distributed("cpu")
-    expected = dict(load_model(str(tmp_path), torch.bfloat16, None, False).named_buffers())
+    expected = dict(load_model(str(tmp_path), torch.bfloat16, None).named_buffers())
     config = _deepspeed_config(3, torch.bfloat16, Sharding())
-    found = dict(load_model(str(tmp_path), torch.bfloat16, config, False).named_buffers())
+    found = dict(load_model(str(tmp_path), torch.bfloat16, config).named_buffers())
     assert {each: held.dtype for each, held in found.items()} == {
         each: held.dtype for each, held in expected.items()
     }
@@ -42,7 +42,7 @@ def test_weights_are_those_of_the_files_and_no_more_than_a_layer_is_converted_at
 ) -> None:
     random_model(config_of(name, SERVED[name]), "eager").save_pretrained(tmp_path)
     init_distributed("cpu")
-    expected = dict(load_model(str(tmp_path), torch.float32, None, False).named_parameters())
+    expected = dict(load_model(str(tmp_path), torch.float32, None).named_parameters())
     read: list[set[str]] = []
     convert = loading._converted
 
@@ -52,7 +52,7 @@ def test_weights_are_those_of_the_files_and_no_more_than_a_layer_is_converted_at
 
     monkeypatch.setattr(loading, "_converted", converted)
     config = _deepspeed_config(3, torch.float32, Sharding())
-    found = dict(load_model(str(tmp_path), torch.float32, config, False).named_parameters())
+    found = dict(load_model(str(tmp_path), torch.float32, config).named_parameters())
     assert all(len(layers) <= 1 for layers in read) and len(set.union(*read)) == 2
     assert found.keys() == expected.keys()
     for each, weight in found.items():
@@ -69,4 +69,4 @@ def test_a_weight_of_another_shape_is_an_error(tmp_path: Path) -> None:
     init_distributed("cpu")
     config = _deepspeed_config(3, torch.float32, Sharding())
     with pytest.raises(RuntimeError, match=f"size mismatch for {name}: .47, 32. in files, not .48, 32."):
-        load_model(str(tmp_path), torch.float32, config, False)
+        load_model(str(tmp_path), torch.float32, config)

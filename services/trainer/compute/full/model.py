@@ -26,6 +26,7 @@ from services.common.contract.errors import DataLoss, InvalidRequest, TinsmithEr
 from services.common.contract.roles import Role
 from services.trainer.compute.attention import Sequences
 from services.trainer.compute.base_model import Scorer, computes_flat, load_model
+from services.trainer.compute.blocks.checkpointing import checkpoint_blocks
 from services.trainer.compute.collate import idle_batch
 from services.trainer.compute.data import AdamSpec, Failure, ShardedState
 from services.trainer.compute.exchange import any_rank
@@ -83,8 +84,9 @@ class FullModel:
             config.model_path,
             config.dtype,
             settings if self.sharded else None,
-            config.activation_checkpointing,
         )
+        if config.activation_checkpointing:
+            checkpoint_blocks(model)
         model.requires_grad_(True)
         self.flat, self.replay = computes_flat(model), Replay(model)
         self._parameters: dict[str, Any] = dict(model.named_parameters())

@@ -76,6 +76,8 @@ class Footprint:
         square: of each pair of tokens of one sequence.
         masks: the same beside it, where the sequence has more than `window` tokens.
         exchange: of each token that a rank has of a sequence which all compute together, beside `token`.
+        block: what a block adds to each token that keeps its activations where others compute theirs again;
+            0 where it grows with the square of the tokens.
         forward: what a sequence takes that has no backward pass; None: the same.
     """
 
@@ -85,6 +87,7 @@ class Footprint:
     masks: float = 0.0
     window: int = 0
     exchange: float = 0.0
+    block: float = 0.0
     forward: Footprint | None = None
 
     def tokens(self, room: float) -> int:
@@ -279,7 +282,16 @@ def footprint(
     exchange = COPIES * max(exchanged, default=0) + (0 if checkpointing else sum(exchanged) / 2)
     around, window = _AROUND * hidden, min(windows, default=0)
     forward = Footprint(elements * item, max(each) + around, square, masks(1), window)
-    return Footprint(elements * item, kept + around, square * until, masks(until), window, exchange, forward)
+    return Footprint(
+        elements * item,
+        kept + around,
+        square * until,
+        masks(until),
+        window,
+        exchange,
+        max(each) if checkpointing and blocks and not square and not windows else 0.0,
+        forward,
+    )
 
 
 def adapter_bytes(targets: dict[str, LinearShape], rank: int, value_head: int, item: int, ranks: int) -> int:

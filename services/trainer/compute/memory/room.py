@@ -39,6 +39,14 @@ def free_memory(device: str) -> int:
     return gpu_memory() - torch.cuda.memory_allocated()
 
 
+def room_within(memory: int, device: str) -> int:
+    """Bytes that this rank may yet take now, of `memory` in all; 0 = of all that it could have."""
+    free = free_memory(device)
+    if not memory:
+        return free
+    return min(free, memory - (0 if device == "cpu" else torch.cuda.memory_allocated()))
+
+
 def has_room(copy: int, beside: int, device: str) -> bool:
     """Whether a copy of so many bytes fits beside what this rank may yet take of its device. It keeps the
     memory that the allocator has, so nothing waits. On a CPU there is no other place for it.

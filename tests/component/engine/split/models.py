@@ -18,7 +18,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from services.common.contract.tensors import from_values
 from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, register
-from services.trainer.compute.base_model import Scorer, checkpoint_blocks
+from services.trainer.compute.base_model import Scorer
+from services.trainer.compute.blocks.checkpointing import checkpoint_blocks
 from services.trainer.compute.collate import Collated, collate
 from services.trainer.compute.data import Row
 from services.trainer.compute.lora.adapter import Adapter, largest, select_targets

@@ -67,6 +67,8 @@ def test_no_token_takes_more_than_the_arithmetic_says_nor_half_of_it(checkpointi
     again = kept(2, False) - kept(1, False) if checkpointing else 0
     measured = (kept(2, checkpointing) + again) / KEPT_TOKENS
     assert measured <= said.token <= 1.5 * measured
+    # What a block adds that keeps its own.
+    assert again / KEPT_TOKENS <= said.block <= 1.5 * again / KEPT_TOKENS
     assert said.square == 0
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from services.common.contract.experts.routing import Routing
-from services.trainer.compute.base_model import checkpoint_blocks
+from services.trainer.compute.blocks.checkpointing import checkpoint_blocks
 from services.trainer.compute.replay.routers import OWN, Replay
 from tests.unit.trainer.compute.architectures import FLAT, SINGLE, config_of, random_model
 from tests.unit.trainer.compute.plain import adapted

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from services.trainer.compute.base_model import checkpoint_blocks
+from services.trainer.compute.blocks.checkpointing import checkpoint_blocks
 
 
 class Block(GradientCheckpointingLayer):
