@@ -15,5 +15,5 @@ fi
 export PYTHONPATH=$PWD/tests/interpreter:$triton${PYTHONPATH:+:$PYTHONPATH}
 export TRITON_INTERPRET=1 TINSMITH_MODEL_RUNNER=v2
 [ $# -gt 0 ] || set -- tests/interpreter \
-  tests/component/sampler/test_{sampler,answers,broadcasts,drafts,full,moves,streams,sampled_logprobs,parallel_workers}.py
+  tests/component/sampler/test_{sampler,answers,broadcasts,drafts,full,moves,streams,sampled_logprobs,parallel_workers,routed_experts}.py
 exec "$python" -m pytest "$@"

@@ -95,6 +95,7 @@ class Options:
     quantization: str = "auto"
     model_runner: str = "auto"
     speculative_ngram_tokens: int = 0
+    routed_experts: str = "no"
     checkpoint_store: str = ""
     redis_appendfsync: str = "everysec"
     mtls: str = "on"
@@ -324,6 +325,7 @@ def _sampler(options: Options, index: int, model: Model, place: Place) -> Proces
     argv += ["--kv-cache-dtype", options.kv_cache_dtype, "--head-dtype", options.head_dtype]
     argv += ["--quantization", options.quantization, "--model-runner", options.model_runner]
     argv += ["--speculative-ngram-tokens", str(options.speculative_ngram_tokens)]
+    argv += ["--routed-experts", options.routed_experts]
     computes = _on(place)
     together = len(options.models) * options.samplers
     if not place.gpus and options.kv_cache_gib is None:

@@ -74,6 +74,9 @@ class SamplerConfig:
             drafted, else what vLLM itself would take.
         speculative_ngram_tokens: most tokens that a step drafts for each sequence, from what followed its
             last ones when they came before; 0 = none. Drafts change how many tokens a step makes, and none.
+        routed_experts: the experts of a sample's tokens are told if it asks for them, or this does not start.
+            vLLM then notes those of every token, on its V2 model runner. On a CPU V1 tells them in any case,
+            and notes them where they are asked for.
         tensor_parallel_size: workers (and GPUs) that share each layer.
         pipeline_parallel_size: stages, each with a part of the layers and `tensor_parallel_size` workers.
         max_sequences: sequences that the engine generates at once; 0 = what vLLM takes on this device.
@@ -110,6 +113,7 @@ class SamplerConfig:
     quantization: Quantization = "auto"
     model_runner: ModelRunner = "auto"
     speculative_ngram_tokens: int = 0
+    routed_experts: bool = False
     gpu_memory_utilization: float = 0.4
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -153,6 +157,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "head_dtype": get_args(HeadDtype),
     "quantization": get_args(Quantization),
     "model_runner": get_args(ModelRunner),
+    "routed_experts": ("yes", "no"),
 }
 """What a word may be."""
 
@@ -205,6 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     flag("--quantization", "of weights; auto: as the model's files are")
     flag("--model-runner", "of vLLM; auto: v1 on a CPU or with drafts, else vLLM's choice")
     flag("--speculative-ngram-tokens", "tokens drafted for each sequence and step; 0 = none")
+    flag("--routed-experts", "yes: samples may ask for them on a GPU, too, where all tokens pay for it")
     flag("--gpu-memory-utilization", "fraction of GPU memory to use")
     flag("--tensor-parallel-size", "GPUs that share each layer")
     flag("--pipeline-parallel-size", "stages of GPUs that share the layers among them")
@@ -238,7 +244,8 @@ def parse(argv: list[str] | None = None) -> SamplerConfig:
         if args[setting] not in words:
             flag = "--" + setting.replace("_", "-")
             raise InvalidRequest(f"{flag} is {args[setting]!r}; it must be one of {', '.join(words)}")
-    args["access_log"] = args["access_log"] == "yes"
+    for setting in ("access_log", "routed_experts"):
+        args[setting] = args[setting] == "yes"
     _check_together(args)
     redis_url = os.environ.get(REDIS_URL_VARIABLE)
     if not redis_url:
@@ -265,6 +272,11 @@ def _check_together(args: dict[str, Any]) -> None:
             "--speculative-ngram-tokens does not go with --pipeline-parallel-size above 1; leave one of them "
             "out"
         )
+    if args["routed_experts"] and args["pipeline_parallel_size"] > 1:
+        raise InvalidRequest(
+            "--routed-experts does not go with --pipeline-parallel-size above 1, as a stage knows those of "
+            "its own layers; leave one of them out"
+        )
     if args["quantization"] != "auto" and args["dtype"] == "float32":
         raise InvalidRequest(
             f"--quantization {args['quantization']} is for models in bfloat16 or float16, and --dtype says "
@@ -282,6 +294,11 @@ def check_device(config: SamplerConfig, device: str) -> None:
         raise InvalidRequest("--kv-cache-dtype fp8 is for CUDA; leave it out on a CPU")
     if config.quantization != "auto" and device == "cpu":
         raise InvalidRequest(f"--quantization {config.quantization} is for CUDA; leave it out on a CPU")
+    if config.routed_experts and config.model_runner == "v1" and device == "cuda":
+        raise InvalidRequest(
+            "--routed-experts on CUDA needs vLLM's V2 model runner, and --model-runner says v1; leave one of "
+            "them out"
+        )
     if config.dtype == "float32" and config.max_loras and device == "cuda":
         # Its Triton kernels for adapters assert it.
         raise InvalidRequest(
@@ -321,6 +338,12 @@ def engine_environment(config: SamplerConfig) -> dict[str, str]:
     return environment
 
 
+def notes_experts(config: SamplerConfig, device: str) -> bool:
+    """Whether vLLM is to note the experts of all tokens, which its V2 model runner does. With V1 on a CPU
+    those that are asked for are noted here."""
+    return config.routed_experts and (device != "cpu" or config.model_runner == "v2")
+
+
 def device_environment(config: SamplerConfig, device: str, *, triton: bool) -> dict[str, str]:
     """Environment of vLLM that depends on what it runs on, above all which of its two model runners computes
     the steps. Without a word of it vLLM chooses.
@@ -332,10 +355,11 @@ def device_environment(config: SamplerConfig, device: str, *, triton: bool) -> d
         InvalidRequest: V2 is asked for where it cannot run.
     """
     runner = config.model_runner
-    if runner == "v2" and not triton:
-        raise InvalidRequest(
-            f"--model-runner v2 needs Triton, and vLLM has none on this {device}; leave it out"
-        )
+    if runner == "v2" or notes_experts(config, device):
+        if not triton:
+            flag = "--model-runner v2" if runner == "v2" else "--routed-experts"
+            raise InvalidRequest(f"{flag} needs Triton, and vLLM has none on this {device}; leave it out")
+        runner = "v2"
     if device == "cpu":
         # Nothing of the model is compiled on a CPU; compiling the sampler's helpers only costs start-up.
         environment = {"TORCH_COMPILE_DISABLE": "1"}

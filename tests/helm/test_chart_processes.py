@@ -168,6 +168,9 @@ def test_the_sampler_understands_its_command_line_and_advertises_the_address_of_
     assert (settings.max_context, settings.max_sequences, settings.kv_cache_gib) == (4096, 7, 0.5)
     assert (settings.head_dtype, settings.quantization) == ("float32", "fp8_per_block")
     assert settings.model_runner == "v1"
+    assert not settings.routed_experts
+    (telling,) = workloads(render({"sampler": {"routedExperts": True}, "device": "cuda"}), "sampler")
+    assert config.parse(arguments(telling)).routed_experts
     assert (settings.tensor_parallel_size, settings.pipeline_parallel_size) == (2, 3)
     assert (settings.snapshot_cache_gib, settings.full_snapshot_cache_gib) == (1, 4)
     assert [port["containerPort"] for port in container(sampler)["ports"]] == [

@@ -60,6 +60,7 @@ def test_an_unknown_value_is_refused_by_the_schema(values: dict[str, Any]) -> No
         {"sampler": {"headDtype": "bfloat16"}},
         {"sampler": {"speculativeNgramTokens": 129}},
         {"sampler": {"modelRunner": "v3"}},
+        {"sampler": {"routedExperts": "yes"}},
         {"sampler": {"pipelineParallelSize": 0}},
         {"sampler": {"quantization": "fp8"}},
         {"data": {"accessMode": "ReadOnlyMany"}},
@@ -109,6 +110,14 @@ def test_a_value_that_cannot_work_is_refused_by_the_schema(values: dict[str, Any
         (
             {"sampler": {"speculativeNgramTokens": 2, "pipelineParallelSize": 2}},
             "sampler.speculativeNgramTokens does not go with sampler.pipelineParallelSize",
+        ),
+        (
+            {"sampler": {"routedExperts": True, "pipelineParallelSize": 2}},
+            "sampler.routedExperts does not go with sampler.pipelineParallelSize",
+        ),
+        (
+            {"sampler": {"routedExperts": True, "modelRunner": "v1"}, "device": "cuda"},
+            "sampler.routedExperts on device cuda needs sampler.modelRunner v2",
         ),
         (
             {"sampler": {"maxBatchedTokens": 100, "maxSequences": 101}},

@@ -142,8 +142,8 @@ def check_routed(routing: Routing | None, tokens: int, *, moves: bool) -> int:
     field = "routed_experts"
     if routing is None:
         raise InvalidRequest(
-            "no sampler of this model tells routed_experts: the model has none, or its samplers are on a "
-            "GPU, in several pipeline stages or have routing that vLLM does in a kernel; leave them out",
+            "no sampler of this model tells routed_experts: the model has none, or its samplers are on a GPU "
+            "without --routed-experts, in several pipeline stages, or route in a kernel; leave them out",
             ROUTED_NOT_SUPPORTED,
             field=field,
         )

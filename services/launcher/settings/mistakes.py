@@ -61,6 +61,8 @@ def mistakes(options: plan.Options, addresses: Mapping[str, list[str]]) -> list[
         )
     if options.sampler_pp > 1 and options.speculative_ngram_tokens:
         found.append("--speculative-ngram-tokens does not go with --sampler-pp: leave one of them out")
+    if options.sampler_pp > 1 and options.routed_experts == "yes":
+        found.append("--routed-experts does not go with --sampler-pp: leave one of them out")
     quantised = f"--quantization {options.quantization}"
     if options.quantization != "auto" and options.dtype == "float32":
         found.append(f"{quantised} is for bfloat16, and --dtype says float32: leave one of them out")
@@ -88,6 +90,8 @@ def mistakes(options: plan.Options, addresses: Mapping[str, list[str]]) -> list[
                 "--dtype float32 on GPUs is for samplers without adapters, as vLLM has it: leave it out, or "
                 "give --max-loras 0 or --samplers 0"
             )
+        if options.routed_experts == "yes" and options.model_runner == "v1":
+            found.append("--routed-experts on GPUs needs --model-runner v2: leave one of them out")
         if not found:
             found += _of_shares(options)
     return found

@@ -314,6 +314,13 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "tokens that samplers draft for each sequence and step, from what followed its last five tokens "
             "when they came before; tokens and log-probabilities stay what they are (default: 0, none)",
         ),
+        Setting(
+            "routed-experts",
+            _one_of("yes", "no"),
+            "no",
+            "yes: samples may ask which experts had their tokens on GPUs too, where samplers then note those "
+            "of all tokens; for models with routed experts (default: no, on a CPU alone)",
+        ),
     ),
     "logs": (
         Setting(

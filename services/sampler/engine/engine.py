@@ -110,12 +110,21 @@ class Engine:
         self.weights = ModelWeights(self._llm, self._calls, self._runs, lambda: self.dead)
 
     async def prepare(self) -> None:
-        """Corrects the workers and runs one request, so that the first user does not wait for it."""
+        """Corrects the workers and runs one request, so that the first user does not wait for it.
+
+        Raises:
+            InvalidRequest: experts are to be told, and cannot be.
+        """
         async with self._reports.listening(CALL_S) as path:
             gpus = await self._calls.call("tinsmith_setup", path)
         self.gpus = tuple(gpu for gpu in gpus if gpu)
         if all(told := await self._calls.call("tinsmith_routing")):
             self.limits = replace(self.limits, routing=Routing(*told[0]))
+        elif self._config.routed_experts:
+            raise InvalidRequest(
+                f"--routed-experts: layers of {self.arch} do not all route alike, or in a way of which vLLM "
+                "tells nothing; leave it out"
+            )
         prompt = [0] * min(16, self.limits.context_length - 1)
         params = SamplingParams(max_tokens=2)
         await self.sample(

@@ -5,9 +5,10 @@ The cache keeps keys and values, not hidden states, so vLLM takes nothing from i
 scores its prompt. But what is asked for often begins late in a long prompt (prompt_logprobs_last_n, a
 few targets): everything before the first row that is needed may come from the cache.
 
-A request may ask for the experts that have its tokens, too. Workers tell them of each step; here they are put
-together, and go to the front end beside the tokens, as vLLM has a way for it (its V2 model runner's own). The
-cache keeps none, so nothing of such a request comes from there.
+A request may ask for the experts that have its tokens, too. Where vLLM itself tells them (of all requests,
+on its V2 model runner), `own_rows` sees to it that they are this request's own. Else workers tell them of
+each step where one asks; here they are put together, and go to the front end beside the tokens, as vLLM has
+a way for it. The cache keeps none that are told, so nothing of such a request comes from there.
 
 Log-probabilities of sampled tokens leave as one array a step (see `logprobs`).
 
@@ -25,6 +26,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from services.sampler.engine.logprobs import core as logprobs
+from services.sampler.engine.own_rows import OwnRows
 from services.sampler.engine.routed_rows import RoutedRows
 from services.sampler.engine.shifts import core as shifts
 from services.sampler.engine.shifts import full_core
@@ -38,6 +40,8 @@ def make_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
     _limit_cache_hits(scheduler.kv_cache_manager)
     if scheduler.aux_output_connector is None:
         _pass_experts_on(scheduler)
+    else:
+        scheduler.aux_output_connector = OwnRows(scheduler.hash_block_size)
     logprobs.install(scheduler)
     full_core.install(scheduler)
     if vllm_config.lora_config is not None:

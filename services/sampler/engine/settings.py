@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from prometheus_client import REGISTRY
 from pydantic import ValidationError
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -23,13 +22,13 @@ from vllm.transformers_utils.config import get_config
 from vllm.triton_utils import HAS_TRITON
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from services.common.contract.errors import InvalidRequest
 from services.common.process.process import machine_memory
-from services.sampler.config import GIB, SamplerConfig, device_environment
-from services.sampler.engine import cpu_cache
+from services.sampler.config import GIB, SamplerConfig, device_environment, notes_experts
+from services.sampler.engine import cpu_cache, routed_experts
 from services.sampler.engine.calls import asked
+from services.sampler.engine.engine_stats import EngineStats
 from services.sampler.worker import head_slots, text_models
 
 log = logging.getLogger(__name__)
@@ -148,6 +147,8 @@ def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
         arguments["hf_overrides"] = overrides
     if drafts := config.speculative_ngram_tokens:
         arguments["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts}
+    if notes_experts(config, device):
+        arguments["enable_return_routed_experts"] = True
     if config.max_sequences:
         arguments["max_num_seqs"] = config.max_sequences
     elif on_cpu:
@@ -202,6 +203,8 @@ def check_model(config: SamplerConfig, arguments: AsyncEngineArgs) -> None:
         raise InvalidRequest(f"vLLM runs {name} in one stage only; leave out --pipeline-parallel-size")
     if model.quantization is not None:
         _check_quantised(config, model)
+    if config.routed_experts:
+        routed_experts.check(config, model, noted=arguments.enable_return_routed_experts)
 
 
 def _check_quantised(config: SamplerConfig, model: ModelConfig) -> None:
@@ -386,14 +389,3 @@ def _token_bytes(config: SamplerConfig, model: Any) -> int:
     numbers = sum(latent) if latent else 2 * max(1, heads // config.tensor_parallel_size) * head
     layers = -(-model.num_hidden_layers // config.pipeline_parallel_size)
     return layers * numbers * (2 if config.dtype == "bfloat16" else 4)
-
-
-class EngineStats(PrometheusStatLogger):
-    """What vLLM measures, but for the gauge whose labels are adapters: it keeps each that ever ran (no
-    upstream report found)."""
-
-    def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
-        super().__init__(vllm_config, engine_indexes)
-        if (gauge := vars(self).get("gauge_lora_info")) is not None:
-            REGISTRY.unregister(gauge)
-            self.gauge_lora_info = None

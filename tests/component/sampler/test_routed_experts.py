@@ -15,6 +15,7 @@ from services.launcher.tiny_model import write_tokenizer
 from tests.component.sampler.process import (
     CONTEXT,
     NEVER,
+    RUNNER,
     VOCAB,
     Sampler,
     floats,
@@ -27,6 +28,7 @@ from tests.component.sampler.process import (
     status,
     until_running,
 )
+from tests.component.sampler.test_moves import Told
 from tests.component.sampler.test_preemption import preempted
 from tests.reference import Reference
 from tests.unit.trainer.compute.architectures import config_of, random_model
@@ -36,6 +38,7 @@ from tinsmith.v1 import sampling_pb2
 pytestmark = pytest.mark.heavy
 
 EXPERTS, TOP_K, LAYERS = 300, 3, 2
+OLD, NEW = 301, 302
 SETTINGS = {
     **{"vocab_size": VOCAB, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1},
     **{"head_dim": 32, "max_position_embeddings": CONTEXT, "num_hidden_layers": 3},
@@ -55,7 +58,10 @@ def made(directory: Path) -> Path:
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampler]:
     """A sampler with keys and values for 800 tokens, that computes a long prompt in several steps."""
     directory = tmp_path_factory.mktemp("routed")
-    options = ("--kv-cache-gib", "0.0008", "--max-context", "400", "--max-batched-tokens", "48")
+    options = ["--kv-cache-gib", "0.0008", "--max-context", "400", "--max-batched-tokens", "48"]
+    if RUNNER == "v2":
+        # It has vLLM tell those of all tokens; V1 on a CPU tells them unasked.
+        options += ["--routed-experts", "yes"]
     with replica(directory, made(directory / "model"), *options) as started:
         yield started
 
@@ -63,7 +69,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampler]:
 @pytest.fixture(scope="module")
 def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampler]:
     directory = tmp_path_factory.mktemp("drafting")
-    options = ("--speculative-ngram-tokens", "4", "--max-sequences", "16")
+    options = ("--speculative-ngram-tokens", "4", "--max-sequences", "16", "--routed-experts", "yes")
     with replica(directory, made(directory / "model"), *options) as started:
         yield started
 
@@ -175,12 +181,51 @@ async def test_a_stream_and_a_sample_that_is_kept_have_those_of_their_tokens(
     judge.check(wanted, last)
 
 
+async def test_after_updates_of_all_weights_under_generations_they_are_those_of_the_new_weights(
+    small: Sampler,
+) -> None:
+    """One of which may be read in part then: it begins again, with the very next step."""
+    for version in (OLD, NEW):
+        small.store_full(version)
+    async with small.client() as stub:
+        moving = [
+            request(prompt(60, length), OLD, seed=1, max_tokens=most, stop=NEVER)
+            for length, most in ((20, 370), (300, 95))
+        ]
+        for wanted in moving:
+            wanted.moves = wanted.keeps_kv = True
+        running = [Told(stub, wanted) for wanted in moving]
+        # The second's prompt takes seven steps, and this token is of one of the first.
+        beside = asyncio.create_task(running[1].read(1))
+        await running[0].read(1)
+        for one in running:
+            await one.move(NEW)
+        await beside
+        asked = asking(prompt(62, 60), version=NEW, seed=9, max_tokens=30)
+        result, *moved = await asyncio.gather(sample(stub, asked), *(one.result() for one in running))
+    for made in moved:
+        (sequence,) = made.sequences
+        assert sequence.versions[-1].version == NEW
+        assert not sequence.HasField("routed_experts")
+    judge = Judge(small.stored(NEW))
+    judge.check(asked, result)
+
+
 async def test_drafts_that_do_not_hold_leave_nothing_behind(drafting: Sampler, judge: Judge) -> None:
     tokens = prompt(3, 12) * 6
     wanted = asking(tokens, n=4, seed=1, max_tokens=80, stop=NEVER, temperature=0.7)
     async with rpc.channel(drafting.address) as channel:
         result = await sample(sampler_pb2_grpc.SamplerServiceStub(channel), wanted)
     judge.check(wanted, result)
+
+
+async def test_workers_that_share_layers_tell_those_of_the_whole(tmp_path: Path) -> None:
+    options = ("--tensor-parallel-size", "2", "--kv-cache-gib", "0.1", "--routed-experts", "yes")
+    with replica(tmp_path, made(tmp_path / "model"), *options) as started:
+        async with started.client() as stub:
+            wanted = asking(prompt(4, 40), n=2, seed=2, max_tokens=12)
+            result = await sample(stub, wanted)
+    Judge(started.model_dir).check(wanted, result)
 
 
 async def test_a_model_that_routes_nothing_has_none_to_tell(tmp_path: Path) -> None:

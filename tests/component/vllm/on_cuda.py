@@ -78,6 +78,7 @@ def main(model: str, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "keys": made.cache_config.cache_dtype,
                 "adapters": made.lora_config.max_loras if made.lora_config else 0,
                 "fits": made.model_config.original_max_model_len == -1,
+                "experts": made.aux_output_config.enabled,
                 "sharded": made.parallel_config.enable_batch_sharded_sampling,
             }
         )

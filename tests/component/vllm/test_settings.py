@@ -51,6 +51,27 @@ def test_a_model_is_quantised_as_the_flag_says_or_as_its_files_are(tmp_path: Pat
         assert arguments.quantization_config is not None and arguments.quantization_config.linear is not None
 
 
+def test_experts_are_told_of_models_that_have_some_and_that_keep_all_keys_and_values(tmp_path: Path) -> None:
+    plain = config_of(tmp_path / "plain", "qwen3", architectures=["Qwen3ForCausalLM"])
+    with pytest.raises(
+        InvalidRequest, match="with routed experts, and Qwen3ForCausalLM has none; leave it out"
+    ):
+        checked(replace(plain, routed_experts=True))
+    routing = config_of(tmp_path / "routing", "qwen3_moe", architectures=["Qwen3MoeForCausalLM"])
+    checked(replace(routing, routed_experts=True))
+    assert engine_args(replace(routing, routed_experts=True), "cuda").enable_return_routed_experts
+    assert not engine_args(routing, "cuda").enable_return_routed_experts
+    windows = {"use_sliding_window": True, "sliding_window": 100, "layer_types": ["sliding_attention"] * 2}
+    narrow = config_of(tmp_path / "narrow", "qwen2_moe", architectures=["Qwen2MoeForCausalLM"], **windows)
+    with pytest.raises(
+        InvalidRequest, match=r"all layers of org/model have windows, .* leave --routed-experts out"
+    ):
+        checked(replace(narrow, routed_experts=True))
+    # V1 on a CPU hands them over with each step.
+    told = replace(narrow, routed_experts=True, kv_cache_gib=1)
+    check_model(told, engine_args(told, "cpu"))
+
+
 def test_vllm_still_returns_routed_experts_from_its_v2_runner_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ class Engine:
         config = engine_args(wanted, "cpu").create_engine_config()
         config.scheduler_config.async_scheduling = ahead > 0
         config.cache_config.num_gpu_blocks = blocks
+        self._set(config)
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
         layers = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
         structured = StructuredOutputManager(config)
@@ -90,7 +91,12 @@ class Engine:
         self.tokens: dict[str, list[int]] = {}
         self.made: dict[str, list[int]] = {}
         self.told: dict[str, Any] = {}
+        self.places: dict[str, int] = {}
+        """The first place that the last step computed of each of its requests."""
         self.hits = self.most = 0
+
+    def _set(self, config: Any) -> None:
+        """Further settings of vLLM's."""
 
     def add(self, name: str, prompt: list[int], adapter: int) -> None:
         self._add(name, prompt, lora_request=lora(adapter))
@@ -120,7 +126,7 @@ class Engine:
         for name, adapter in attached(scheduled).items():
             if name in self._adapter:
                 self._adapter[name] = adapter.lora_int_id
-        places = {}
+        places = self.places = dict[str, int]()
         for new in scheduled.scheduled_new_reqs:
             self._adapter[new.req_id] = self._of(new)
             self._blocks[new.req_id] = list(new.block_ids[0])

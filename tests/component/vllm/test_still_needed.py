@@ -38,8 +38,9 @@ from vllm.v1.worker.gpu.sample import prompt_logprob
 from vllm.v1.worker.gpu.sample import sampler as sampler_v2
 
 from services.sampler.config import SamplerConfig
+from services.sampler.engine.engine_stats import EngineStats
 from services.sampler.engine.logprobs.core import StepRows, pack
-from services.sampler.engine.settings import EngineStats, engine_args
+from services.sampler.engine.settings import engine_args
 from tests.component.sampler.process import make_model
 from tests.unit.sampler.worker.written import written
 
@@ -294,7 +295,7 @@ def vllms() -> list[Any]:
 def test_vllms_gauge_of_adapters_keeps_each_that_ever_ran(
     logger: Callable[..., Any], kept: int, tmp_path: Path
 ) -> None:
-    """EngineStats in engine/settings.py."""
+    """EngineStats in engine/engine_stats.py."""
     model = make_model(tmp_path / "model", tied=True)
     config = engine_args(SamplerConfig("s", "a/b", str(model), tmp_path, ""), "cpu").create_engine_config()
     stats = logger(config, [0])

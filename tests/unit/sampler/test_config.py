@@ -48,6 +48,8 @@ def test_an_environment_variable_stands_in_for_a_flag(monkeypatch: pytest.Monkey
         ["--dtype", "float32", "--device", "cuda"],
         ["--pipeline-parallel-size", "0"],
         ["--speculative-ngram-tokens", "2", "--pipeline-parallel-size", "2"],
+        ["--routed-experts", "yes", "--pipeline-parallel-size", "2"],
+        ["--routed-experts", "yes", "--model-runner", "v1", "--device", "cuda"],
         ["--max-sequences", "-1"],
         ["--snapshot-cache-gib", "-1"],
         ["--gpu-memory-utilization", "1.5"],
@@ -143,6 +145,22 @@ def test_left_to_itself_a_cpu_and_what_drafts_has_the_v1_model_runner_and_the_re
     assert runner_of("cpu") == "0"
     assert runner_of("cuda", "--speculative-ngram-tokens", "2") == "0"
     assert runner_of("cuda") is None
+
+
+def test_experts_are_noted_by_the_v2_model_runner_but_on_a_cpu_where_v1_tells_them_too() -> None:
+    telling = ("--routed-experts", "yes")
+    assert runner_of("cuda", *telling) == "1"
+    assert runner_of("cuda", *telling, "--speculative-ngram-tokens", "2") == "1"
+    assert runner_of("cpu", *telling, triton=False) == "0"
+    assert runner_of("cpu", *telling, "--model-runner", "v2") == "1"
+    with pytest.raises(InvalidRequest, match="--routed-experts needs Triton, and vLLM has none on this cuda"):
+        runner_of("cuda", *telling, triton=False)
+    v1 = config.parse([*ARGUMENTS, *telling, "--model-runner", "v1"])
+    config.check_device(v1, "cpu")
+    with pytest.raises(
+        InvalidRequest, match=r"--routed-experts on CUDA needs vLLM's V2 .* leave one of them out"
+    ):
+        config.check_device(v1, "cuda")
 
 
 def test_a_model_runner_without_its_kernels_is_refused() -> None:

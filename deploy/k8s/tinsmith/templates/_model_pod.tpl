@@ -110,6 +110,12 @@
 {{- if and (gt (.settings.pipelineParallelSize | int64) 1) (gt (.settings.speculativeNgramTokens | int64) 0) -}}
 {{- fail (printf "model %q: sampler.speculativeNgramTokens does not go with sampler.pipelineParallelSize: leave one of them out" .model.name) -}}
 {{- end -}}
+{{- if and (gt (.settings.pipelineParallelSize | int64) 1) .settings.routedExperts -}}
+{{- fail (printf "model %q: sampler.routedExperts does not go with sampler.pipelineParallelSize: leave one of them out" .model.name) -}}
+{{- end -}}
+{{- if and (eq .root.Values.device "cuda") (eq .settings.modelRunner "v1") .settings.routedExperts -}}
+{{- fail (printf "model %q: sampler.routedExperts on device cuda needs sampler.modelRunner v2: leave one of them out" .model.name) -}}
+{{- end -}}
 {{- $step := .settings.maxBatchedTokens | int64 -}}
 {{- $sequences := .settings.maxSequences | int64 -}}
 {{- if and $step (lt $step $sequences) -}}

@@ -9,7 +9,7 @@ from vllm.lora.request import LoRARequest
 
 from services.common.contract.experts.routing import Routing
 from services.sampler.worker.runner import Runner
-from services.sampler.worker.v2 import drafts
+from services.sampler.worker.v2 import drafts, routed_experts
 from services.sampler.worker.v2.grammar import GrammarMask
 from services.sampler.worker.v2.prompt_scorer import PromptScorer
 from services.sampler.worker.v2.sampled_logprobs import SampledLogprobs
@@ -21,6 +21,7 @@ class RunnerV2(Runner):
     needs = (
         *("is_last_pp_rank", "sampler", "structured_outputs_worker", "prompt_logprobs_worker"),
         *("rejection_sampler", "req_states", "lora_state", "sample", "num_speculative_steps"),
+        *("aux_output_connector", "vllm_config"),
     )
 
     def correct_sampling(self) -> None:
@@ -44,5 +45,5 @@ class RunnerV2(Runner):
             drafts.install(self._of, self._grammar.masked, self._sampled.scores)
 
     def tell_experts(self) -> Routing | None:
-        # vLLM has them here for all requests or none, by a setting that no sampler has.
-        return None
+        # vLLM has them here for all requests or none, by a setting of the engine.
+        return routed_experts.install(self._of)

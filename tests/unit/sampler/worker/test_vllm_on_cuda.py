@@ -26,6 +26,8 @@ INPUTS_V1, INPUTS_V2 = "vllm.v1.worker.gpu_input_batch", "vllm.v1.worker.gpu.inp
 STATES_V2, SAMPLING_V2 = "vllm.v1.worker.gpu.states", "vllm.v1.worker.gpu.sample.states"
 WORKER, ADAPTERS = "vllm.v1.worker.gpu_worker", "vllm.lora.model_manager"
 RELOAD = "vllm.model_executor.model_loader.reload"
+SCHEDULER, AUX = "vllm.v1.core.sched.scheduler", "vllm.distributed.aux_output_connector.worker"
+MOE = "vllm.model_executor.layers.fused_moe"
 LORA_MIXIN = ("vllm.v1.worker.lora_model_runner_mixin", "LoRAModelRunnerMixin")
 MANAGER = "LoRAModelManager"
 
@@ -64,6 +66,12 @@ REPLACED = [
     (SAMPLER_V2, "self.apply_sampling_params", "worker.v2.grammar", "GrammarMask._with_settings"),
     (SAMPLER_V2, "self.sample", "worker.v2.sampled_logprobs", "SampledLogprobs._sampled"),
     (SAMPLER_V2, "compute_topk_scores", "worker.v2.sampled_logprobs", "SampledLogprobs.scores"),
+    (RUNNER_V2, "self.aux_output_connector.begin_step", "worker.v2.routed_experts", "_begin_anew.begun"),
+    (AUX, "self.connector.process_output", "worker.v2.routed_experts", "_leave_out.processed"),
+    *(
+        (SCHEDULER, f"self.aux_output_connector.{name}", "engine.own_rows", f"OwnRows.{name}")
+        for name in ("build_connector_meta", "take_output", "request_finished", "reset")
+    ),
     (RUNNER_V1, "self._get_prompt_logprobs_dict", "worker.v1.prompt_scorer", "PromptScorer._score_step"),
     (RUNNER_V1, "apply_grammar_bitmask", "worker.v1.sampling", "_take_logprobs_before_the_grammar.masked"),
     (RUNNER_V1, "self.rejection_sampler", "worker.v1.drafts", "DraftCheck.__call__"),
@@ -146,7 +154,14 @@ ASKED = [
         [(WORKER, "Worker"), ("vllm.v1.worker.worker_base", "WorkerBase")],
         ["rank", "device", "model_runner", "vllm_config", "use_v2_model_runner"],
     ),
-    ([(RUNNER_V2, "GPUModelRunner"), LORA_MIXIN], [*RUNNER, "vocab_size"]),
+    ([(RUNNER_V2, "GPUModelRunner"), LORA_MIXIN], [*RUNNER, "vocab_size", "aux_output_connector"]),
+    ([(AUX, "AuxOutputWorkerConnector")], ["_capturer", "begin_step", "process_output"]),
+    (
+        [(f"{MOE}.routed_experts_capturer", "RoutedExpertsCapturer")],
+        ["shape_per_token"],
+    ),
+    ([(f"{MOE}.runner.moe_runner", "MoERunner")], ["router", "layer_id"]),
+    ([(f"{MOE}.router.base_router", "BaseRouter")], ["top_k", "global_num_experts"]),
     (
         [(RUNNER_V1, "GPUModelRunner"), LORA_MIXIN],
         [*RUNNER, "model", "sampler", "rejection_sampler", "discard_request_mask", "vllm_config"],

@@ -1,0 +1,199 @@
+"""vLLM's own scheduler, and of its workers the part that keeps the experts of tokens, with few blocks, steps
+ahead and updates of all weights: what a request is told was chosen for it.
+
+In the place of the experts of a token stands which step computed it, of which request and with which weights.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.distributed.aux_output_connector import worker as vllms
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from services.common.contract.experts.routing import Routing
+from services.sampler.engine.own_rows import OwnRows
+from services.sampler.worker.prompt_scores import CACHE_LIMIT_KEY, ROUTED_KEY
+from services.sampler.worker.v2 import routed_experts
+from tests.component.sampler.process import make_model
+from tests.component.vllm.test_shifts import BLOCK, TOKENS
+from tests.component.vllm.test_updates import VERSIONS, FullEngine
+
+LAYERS, TOP_K, EXPERTS = 4, 2, 1000
+ROUTED = [3, 1]
+"""Layers of the model that route, as they stand in it."""
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "model", tied=True)
+
+
+class Router(torch.nn.Module):
+    """As models have it that route by themselves."""
+
+    def __init__(self, layer_id: int) -> None:
+        super().__init__()
+        self.layer_id, self.capture_fn = layer_id, None
+
+
+class Capturer:
+    """In the place of vLLM's, which has a GPU's tensor: the rows of the step at hand."""
+
+    shape_per_token, output_dtype_name = (LAYERS, TOP_K), "uint16"
+
+    def __init__(self, **_: Any) -> None:
+        self.rows = torch.zeros(0)
+
+    def snapshot_routing_data(self, num_tokens: int) -> torch.Tensor:
+        assert len(self.rows) == num_tokens
+        return self.rows
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllms, "RoutedExpertsCapturer", Capturer)
+    monkeypatch.setattr(vllms, "bind_routed_experts_capturer", lambda *_: None)
+    monkeypatch.setattr(vllms, "get_tp_group", lambda: SimpleNamespace(is_first_rank=True))
+
+
+class TellingEngine(FullEngine):
+    """Whose worker notes and keeps the experts of all tokens."""
+
+    def __init__(self, model_dir: Path, blocks: int, ahead: int) -> None:
+        super().__init__(model_dir, blocks, ahead)
+        layers = SimpleNamespace(num_blocks=blocks, kv_cache_groups=[])
+        self._config.__dict__["max_concurrent_batches"] = ahead + 1
+        self.worker = vllms.AuxOutputWorkerConnector(
+            vllm_config=self._config,
+            model=torch.nn.Module(),
+            kv_cache_config=layers,
+        )
+        model = SimpleNamespace(get_num_experts=lambda: EXPERTS)
+        runner = SimpleNamespace(
+            aux_output_connector=self.worker,
+            vllm_config=SimpleNamespace(model_config=model),
+            get_model=lambda: torch.nn.ModuleList([Router(layer) for layer in ROUTED]),
+        )
+        assert routed_experts.install(runner) == Routing(len(ROUTED), TOP_K, EXPERTS)
+        self._number = 0
+        self._pending = deque[Any]()
+        self.asking = set[str]()
+        self.computed = defaultdict[tuple[str, int], list[list[int]]](list)
+        """Of a request and a place, what was told in each step that computed it."""
+        self.rows: dict[str, list[np.ndarray]] = defaultdict(list)
+        self._update = self.scheduler.update_from_output
+        self.scheduler.update_from_output = self._read
+
+    def _set(self, config: Any) -> None:
+        self._config = config
+        config.cache_config.block_size = BLOCK
+        config.aux_output_config.enable_return_routed_experts = True
+
+    def ask(self, name: str, prompt: list[int]) -> None:
+        self.asking.add(name)
+        self.enter(name, prompt)
+
+    def _add(self, name: str, prompt: list[int], **weights: Any) -> None:
+        extra = {ROUTED_KEY: True, CACHE_LIMIT_KEY: 0} if name in self.asking else None
+        params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, extra_args=extra)
+        self.scheduler.add_request(Request(name, prompt, params, None, block_hasher=self._hasher, **weights))
+        self.tokens[name], self.made[name] = list(prompt), []
+
+    def _compute(self, scheduled: Any) -> ModelRunnerOutput:
+        self.worker.begin_step(scheduled.aux_output_connector_metadata)
+        output = super()._compute(scheduled)
+        counts = list(scheduled.num_scheduled_tokens.values())
+        if not counts:
+            self._pending.append(None)
+            return output
+        self._number += 1
+        ends = [len(self.tokens[name]) for name in output.req_ids]
+        starts, rows = [], []
+        for name, count, end, sampled in zip(
+            output.req_ids, counts, ends, output.sampled_token_ids, strict=True
+        ):
+            starts.append(self.places[name])
+            assert end - len(sampled) >= starts[-1] + count
+            for place in range(starts[-1], starts[-1] + count):
+                own = [self._number, place, sum(name.encode()) % 251, self.version]
+                self.computed[name, place].append(own)
+                # Zeros of layers that do not route, as vLLM has them.
+                rows.append([[0, 0], own[:2], [0, 0], own[2:]])
+        self.worker._capturer.rows = torch.tensor(rows, dtype=torch.uint16)
+        batch: Any = SimpleNamespace(
+            req_ids=output.req_ids,
+            num_computed_tokens_np=np.array(starts),
+            query_start_loc_np=np.cumsum([0, *counts]),
+        )
+        pending = self.worker.prepare_output(batch)
+        assert pending is not None
+        sampled_counts = np.array([len(sampled) for sampled in output.sampled_token_ids])
+        pending.enqueue_cpu_copy(sampled_counts, np.zeros_like(sampled_counts))
+        self._pending.append(pending)
+        return output
+
+    def _read(self, scheduled: Any, output: ModelRunnerOutput) -> Any:
+        if (pending := self._pending.popleft()) is not None:
+            output.aux_output_connector_output = pending.process_output()
+        outputs = self._update(scheduled, output)
+        for of_client in outputs.values():
+            for told in of_client.outputs:
+                if told.routed_experts is not None:
+                    self.rows[told.request_id].append(told.routed_experts)
+        return outputs
+
+    def check_rows(self, name: str, prompt: list[int]) -> None:
+        if name not in self.asking:
+            assert name not in self.rows
+            return
+        found = np.concatenate(self.rows[name])
+        assert found.shape == (len(prompt) + TOKENS - 1, len(ROUTED), TOP_K)
+        for place, row in enumerate(found.reshape(len(found), -1).tolist()):
+            assert row in self.computed[name, place]
+            assert row[1] == place
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_row_is_of_a_step_that_computed_the_token_in_this_very_request(
+    model_dir: Path, seed: int, ahead: int
+) -> None:
+    chance = random.Random(seed)
+    engine, asked = TellingEngine(model_dir, 40, ahead), dict[str, list[int]]()
+    assert isinstance(engine.scheduler.aux_output_connector, OwnRows)
+    for number in range(400):
+        if number < 300 and chance.random() < 0.3 and len(engine.scheduler.requests) < 8:
+            name = f"request-{number}"
+            asked[name] = [chance.randrange(2) for _ in range(chance.choice([3, 8, 13, 30]))]
+            (engine.ask if chance.random() < 0.5 else engine.enter)(name, asked[name])
+        if chance.random() < 0.03 and engine.version < VERSIONS[-1]:
+            engine.update(engine.version + 1)
+        if chance.random() < 0.02 and engine.scheduler.requests:
+            ended = chance.choice(list(engine.scheduler.requests))
+            del asked[ended]
+            engine.scheduler.finish_requests(ended, RequestStatus.FINISHED_ABORTED)
+        engine.step()
+    engine.finish()
+    for name, prompt in asked.items():
+        engine.check(name, prompt)
+        engine.check_rows(name, prompt)
+    assert engine.hits > 0
+    assert any(len(told) > 1 for told in engine.computed.values()), "nothing was begun again"
+    # What has ended is told with the next step.
+    engine.worker.begin_step(engine.scheduler.schedule().aux_output_connector_metadata)
+    assert not engine.worker._requests
+    assert engine.worker._store is not None
+    engine.worker._store._queue.join()
+    assert not engine.worker._store._store._references
+    assert not engine.scheduler.aux_output_connector._given
+    engine.worker.close()
