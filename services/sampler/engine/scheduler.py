@@ -25,9 +25,9 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from services.sampler.engine.experts.own_rows import OwnRows
+from services.sampler.engine.experts.routed_rows import RoutedRows
 from services.sampler.engine.logprobs import core as logprobs
-from services.sampler.engine.own_rows import OwnRows
-from services.sampler.engine.routed_rows import RoutedRows
 from services.sampler.engine.shifts import core as shifts
 from services.sampler.engine.shifts import full_core
 from services.sampler.worker.prompt_scores import CACHE_LIMIT_KEY

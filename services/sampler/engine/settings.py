@@ -26,9 +26,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from services.common.contract.errors import InvalidRequest
 from services.common.process.process import machine_memory
 from services.sampler.config import GIB, SamplerConfig, device_environment, notes_experts
-from services.sampler.engine import cpu_cache, routed_experts
+from services.sampler.engine import cpu_cache
 from services.sampler.engine.calls import asked
 from services.sampler.engine.engine_stats import EngineStats
+from services.sampler.engine.experts import models as with_experts
 from services.sampler.worker import head_slots, text_models
 
 log = logging.getLogger(__name__)
@@ -204,7 +205,7 @@ def check_model(config: SamplerConfig, arguments: AsyncEngineArgs) -> None:
     if model.quantization is not None:
         _check_quantised(config, model)
     if config.routed_experts:
-        routed_experts.check(config, model, noted=arguments.enable_return_routed_experts)
+        with_experts.check(config, model, noted=arguments.enable_return_routed_experts)
 
 
 def _check_quantised(config: SamplerConfig, model: ModelConfig) -> None:

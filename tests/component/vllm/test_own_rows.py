@@ -21,7 +21,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from services.common.contract.experts.routing import Routing
-from services.sampler.engine.own_rows import OwnRows
+from services.sampler.engine.experts.own_rows import OwnRows
 from services.sampler.worker.prompt_scores import CACHE_LIMIT_KEY, ROUTED_KEY
 from services.sampler.worker.v2 import routed_experts
 from tests.component.sampler.process import make_model

@@ -2,8 +2,9 @@
 
 vLLM's routers write what they choose into a tensor of the worker's, CUDA graphs or not. The first worker
 copies it out with each step's tokens, and keeps it in blocks, under names that the scheduler gives them
-(engine/own_rows.py), until the requests have it. Here it is said how the model routes, rows of layers that
-do not route are left out, and a request may begin again with the step before which it was given up.
+(engine/experts/own_rows.py), until the requests have it. Here it is said how the model routes, rows of
+layers that do not route are left out, and a request may begin again with the step before which it was given
+up.
 
 Invariant: what leaves has a row for each routed layer of the model, in its order, and for no other.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.sampler.engine.routed_rows import RoutedRows
+from services.sampler.engine.experts.routed_rows import RoutedRows
 
 
 def rows(*values: int) -> np.ndarray:

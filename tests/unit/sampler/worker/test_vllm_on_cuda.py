@@ -69,7 +69,7 @@ REPLACED = [
     (RUNNER_V2, "self.aux_output_connector.begin_step", "worker.v2.routed_experts", "_begin_anew.begun"),
     (AUX, "self.connector.process_output", "worker.v2.routed_experts", "_leave_out.processed"),
     *(
-        (SCHEDULER, f"self.aux_output_connector.{name}", "engine.own_rows", f"OwnRows.{name}")
+        (SCHEDULER, f"self.aux_output_connector.{name}", "engine.experts.own_rows", f"OwnRows.{name}")
         for name in ("build_connector_meta", "take_output", "request_finished", "reset")
     ),
     (RUNNER_V1, "self._get_prompt_logprobs_dict", "worker.v1.prompt_scorer", "PromptScorer._score_step"),
