@@ -250,7 +250,10 @@ RUNS: dict[str, list[Panel]] = {
         (
             "Micro-batches that were refused memory",
             "ops",
-            {"{{pod}}": rate("tinsmith_micro_batch_splits_total", "pod")},
+            {
+                "{{pod}}, in halves": rate("tinsmith_micro_batch_splits_total", "pod"),
+                "{{pod}}, again with fewer blocks kept": rate("tinsmith_micro_batch_reruns_total", "pod"),
+            },
         ),
         (
             "Durable snapshots that could not be written",

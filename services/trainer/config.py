@@ -17,6 +17,7 @@ from services.common.telemetry import logs
 from services.common.worlds.sharding import Sharding, mistakes
 
 _AUTO_TOKENS = {"cuda": 8192, "cpu": 1024}
+_MOST_TOKENS = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -223,8 +224,10 @@ def parse(argv: list[str]) -> TrainerConfig:
     if not (name and separator and path):
         parser.error(f"--model {args.model!r} is not NAME=PATH_OR_HUB_ID")
     tokens = args.micro_batch_tokens
-    if tokens != "auto" and not (tokens.isdigit() and int(tokens) >= 1):
-        parser.error(f"--micro-batch-tokens must be auto or a whole number, at least 1, not {tokens!r}")
+    if tokens != "auto" and not (tokens.isdigit() and 1 <= int(tokens) <= _MOST_TOKENS):
+        parser.error(
+            f"--micro-batch-tokens must be auto or a whole number from 1 to {_MOST_TOKENS}, not {tokens!r}"
+        )
     try:
         check_location(args.checkpoint_store)
     except InvalidRequest as error:

@@ -284,7 +284,7 @@ class _Server:
             context_length=self._engine.context_length,
             max_sequence_tokens=self._capacity.sequence_tokens,
             one_rank_tokens=self._capacity.split_beyond,
-            micro_batch_tokens=self._config.micro_batch_tokens,
+            micro_batch_tokens=self._parts.micro_batch_tokens,
             max_forward_tokens=self._capacity.forward_tokens,
             max_operation_tokens=self._capacity.operation_tokens,
             device=self._config.device,

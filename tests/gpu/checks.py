@@ -27,6 +27,7 @@ from services.trainer.compute.data import LoraSpec, ModelState, RowResult, Shard
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.full.model import FullModel
 from services.trainer.compute.full.shards import SavedShards
+from services.trainer.compute.memory.capacity import PROCESS_BYTES, head_bytes
 from services.trainer.compute.memory.dry_run import find_capacity, peak_of_cuda
 from services.trainer.compute.memory.failures import NoMemory
 from services.trainer.files.export_format import adapter_files, read_adapter
@@ -63,10 +64,13 @@ def checkpointed(device: str, directory: Path) -> None:
     those of some blocks or of all."""
     small_model(directory)
     trained = []
-    for checkpointing, memory in ((False, None), (True, None), (True, MEMORY), (True, 0)):
-        engine = start(directory, device, "float32", checkpointing=checkpointing)
-        if memory is not None:
-            engine.keep_blocks(memory)
+    for blocks in (None, 0, 1, 2):
+        engine = start(directory, device, "float32", checkpointing=blocks is not None)
+        if blocks:
+            tokens, of = 20 + 70, engine.footprint
+            taken = tokens * (of.token + (blocks + 0.5) * of.block) + head_bytes(tokens, engine.vocab_size)
+            held = torch.cuda.memory_allocated() if device == "cuda" else 0
+            engine.keep_blocks(held + int((taken + PROCESS_BYTES) * 8 / 7))
         trained_model(engine, "m")
         _run(engine, work((op("m"), [ce_row(1, 20), ce_row(2, 70)])))
         engine.optim_step("m", ADAM)

@@ -68,6 +68,7 @@ class Engine:
         splits: all ranks can compute a sequence together that none holds alone.
         routing: how the base model routes tokens, if it computes with experts that it is given; else None.
         page_locked: memory of its host for copies.
+        blocks: of the base model, where they compute their activations again in the backward pass.
         device: of this rank, for example "cuda:0"; `world_size`: ranks; `collective`: they share each pass.
     """
 
@@ -140,7 +141,7 @@ class Engine:
                 "give no more"
             )
         self.context_length = max_context or self._base.context_length
-        self.arch, self.collective = self._base.arch, self._base.collective
+        self.arch, self.collective, self.blocks = self._base.arch, self._base.collective, self._base.blocks
         self.splits, self.routing = self._base.exchange is not None, self._base.replay.routing
         shares = attends_to_trees(self._base.asked, self.context_length, self.device)
         self._rounds = Rounds(self._base, self._router, self._tenants, rank, world_size, shares)

@@ -154,12 +154,15 @@ class Rounds:
 
     @property
     def kept_bytes(self) -> int:
-        """That blocks kept of their activations in the last micro-batch with a gradient. Anybody may ask."""
+        """That blocks kept of their activations in the largest micro-batch of the last pass; anybody may
+        ask."""
         return 0 if self._kept is None else self._kept.bytes
 
     def run(self, work: Pass, failures: Mapping[int, Failure]) -> tuple[list[RowResult], dict[int, Failure]]:
         """Runs this rank's micro-batches; its results, and the operations that failed while running."""
         model = self._computes(work)
+        if self._kept is not None:
+            self._kept.bytes = 0
         kept = [
             ([row for row in batch.rows if row.op not in failures], batch.split)
             for batch in work.micro_batches

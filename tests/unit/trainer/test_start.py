@@ -53,6 +53,7 @@ def test_a_model_that_is_not_there_is_named_before_anything_is_loaded() -> None:
         ["--zero-stage", "4"],
         ["--micro-batch-tokens", "0"],
         ["--micro-batch-tokens", "many"],
+        ["--micro-batch-tokens", "3000000000"],
         ["--offload-optimizer", "nvme"],
         ["--max-full-models", "0"],
         ["--activation-checkpointing", "sometimes"],
@@ -74,18 +75,20 @@ def test_senseless_flags_are_refused(flags: list[str], capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("flags", "checkpoints"),
+    ("flags", "checkpoints", "keeps"),
     [
-        (["--device", "cuda"], True),
-        (["--device", "cpu"], False),
-        (["--device", "cuda", "--activation-checkpointing", "off"], False),
-        (["--device", "cpu", "--activation-checkpointing", "on"], True),
+        (["--device", "cuda"], True, True),
+        (["--device", "cpu"], False, False),
+        (["--device", "cuda", "--activation-checkpointing", "off"], False, False),
+        (["--device", "cuda", "--activation-checkpointing", "on"], True, False),
+        (["--device", "cpu", "--activation-checkpointing", "on"], True, False),
     ],
 )
-def test_activations_are_checkpointed_on_gpus_unless_a_flag_says_otherwise(
-    flags: list[str], checkpoints: bool
+def test_activations_are_checkpointed_on_gpus_as_far_as_memory_needs_unless_a_flag_says_otherwise(
+    flags: list[str], checkpoints: bool, keeps: bool
 ) -> None:
-    assert config.parse([*FLAGS, *flags]).activation_checkpointing is checkpoints
+    found = config.parse([*FLAGS, *flags])
+    assert (found.activation_checkpointing, found.keeps_blocks) == (checkpoints, keeps)
 
 
 def test_the_environment_is_checked_like_flags(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,8 @@
 To compute a block again takes as long as to compute it, which is a third of what a frozen model's forward and
 backward pass take in all.
 
-Invariant: a choice fails no operation. What lacks memory with blocks that keep theirs runs again, and fewer
-of them do from then on.
+Invariant: a choice fails no operation. What lacks memory with blocks that keep theirs runs again with at most
+half as many, and so does what comes after it, until many micro-batches in a row have fitted.
 """
 
 from __future__ import annotations
@@ -13,15 +13,23 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from prometheus_client import Counter
+
 from services.trainer.compute.blocks.checkpointing import Blocks
-from services.trainer.compute.memory.capacity import GIB, Footprint, head_bytes
+from services.trainer.compute.memory.capacity import PROCESS_BYTES, Footprint, head_bytes
+from services.trainer.compute.memory.failures import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
+RERUNS = Counter(
+    "tinsmith_micro_batch_reruns_total",
+    "Times that a micro-batch was refused memory on the first rank and ran again with fewer blocks kept",
+)
+
 _MARGIN = 1 / 8
 """Of what is free, which the arithmetic may miss."""
-_LEAST = 1 / 8
-"""Of what is free, below which nothing is kept any more."""
+_FITTED = 256
+"""Micro-batches in a row after which twice as many blocks are tried."""
 
 
 class KeptBlocks:
@@ -32,44 +40,48 @@ class KeptBlocks:
         room: bytes that this rank may yet take.
 
     Attributes:
-        bytes: that blocks kept, of the micro-batch that was computed last.
+        bytes: that blocks kept at most of one micro-batch, since that was last set to 0.
     """
 
     def __init__(
         self, blocks: Blocks, footprint: Footprint, vocab_size: int, room: Callable[[], int]
     ) -> None:
-        self._blocks, self._footprint, self._vocab_size, self._room = blocks, footprint, vocab_size, room
         self.bytes = 0
-        self._share = 1.0
-        self._last = 0
+        self._blocks, self._footprint, self._vocab_size, self._room = blocks, footprint, vocab_size, room
+        self._most = blocks.count
+        self._fitted = self._refused = 0
 
     @contextmanager
     def keeping(self, tokens: int) -> Iterator[None]:
         """Within it a micro-batch of so many tokens is computed, forward and backward."""
-        room = int(self._share * self._room())
-        self._last = fitting(tokens, self._blocks.count, self._footprint, self._vocab_size, room)
-        self._blocks.kept = self._last
-        self.bytes = int(self._last * tokens * self._footprint.block)
+        kept = fitting(tokens, self._most, self._footprint, self._vocab_size, self._room())
+        self._blocks.kept = kept
+        self.bytes = max(self.bytes, int(kept * tokens * self._footprint.block))
         try:
             yield
-            self._last = 0
+        except Exception as error:
+            self._refused = kept if is_out_of_memory(error) else 0
+            raise
         finally:
             self._blocks.kept = 0
+        self._fitted += 1
+        if self._fitted >= _FITTED:
+            self._most, self._fitted = min(self._blocks.count, max(1, 2 * self._most)), 0
 
     def gives_way(self) -> bool:
-        """Whether the last micro-batch, which lacked memory, kept more than it had to. If it runs again, and
-        in those after it, fewer blocks do."""
-        if not self._last:
+        """After a lack of memory: whether blocks kept what they had not to. Then at most half as many do, if
+        the micro-batch runs again and from then on."""
+        refused, self._refused = self._refused, 0
+        if not refused:
             return False
-        self._share = self._share / 2 if self._share > _LEAST else 0.0
+        RERUNS.inc()
+        self._most, self._fitted = refused // 2, 0
         log.warning(
             "a micro-batch whose last %d blocks kept their activations was refused memory and runs again; "
-            "from now on they are kept in %.0f%% of what is free (%.1f GiB now)",
-            self._last,
-            100 * self._share,
-            self._room() / GIB,
+            "from now on at most %d do, until it has long gone well",
+            refused,
+            self._most,
         )
-        self._last = 0
         return True
 
 
@@ -77,5 +89,5 @@ def fitting(tokens: int, blocks: int, footprint: Footprint, vocab_size: int, roo
     """How many of so many blocks may keep their activations of a micro-batch within `room` bytes. Pure."""
     if not footprint.block:
         return 0
-    left = room * (1 - _MARGIN) - tokens * footprint.token - head_bytes(tokens, vocab_size)
+    left = room * (1 - _MARGIN) - PROCESS_BYTES - tokens * footprint.token - head_bytes(tokens, vocab_size)
     return max(0, min(blocks, int(left / (tokens * footprint.block))))

@@ -44,7 +44,8 @@ GIB = 2**30
 ADAPTERS = 1 / 3
 """Of what weights and head leave, adapters get so much."""
 
-_PROCESS_BYTES = GIB // 2
+PROCESS_BYTES = GIB // 2
+"""That is left to what torch's allocator does not give: libraries, their kernels, communicators."""
 _LEAST = 1 / 16
 """Of the memory. The arithmetic is too coarse to say that nothing fits."""
 _BESIDE_LINEARS = 1.3
@@ -161,7 +162,7 @@ def capacity(
     """
     # Of the longest sequence there could be: how long one may become follows from what the head leaves.
     head = head_bytes(max(context_length, micro_batch_tokens), vocab_size)
-    left = memory - footprint.weights - head - _PROCESS_BYTES
+    left = memory - footprint.weights - head - PROCESS_BYTES
     room = max(left, int(memory * _LEAST))
     if room != left:
         log.warning(

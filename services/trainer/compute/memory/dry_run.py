@@ -22,6 +22,7 @@ from services.trainer.compute.exchange import any_rank
 from services.trainer.compute.lora.adapter import MAX_RANK
 from services.trainer.compute.memory.capacity import (
     Capacity,
+    Footprint,
     at_least,
     capacity,
     least_of_all,
@@ -42,6 +43,10 @@ FEW, MANY = 256, 2048
 """Tokens; what does not grow with them cancels out."""
 LEAST = 128
 """Tokens; of fewer nothing is learned."""
+
+
+_KEPT = 5
+"""Blocks whose activations are measured: in some models each fourth is of another kind."""
 
 
 class _DoesNotFit(Exception):
@@ -65,8 +70,7 @@ def find_capacity(engine: Engine, memory: int, micro_batch_tokens: int) -> Capac
     """
     found = engine.footprint
     if engine.device != "cpu" and not engine.collective:
-        token = token_bytes(engine, peak_of_cuda)
-        found = found if token is None else replace(found, token=token)
+        found = measured(engine, peak_of_cuda)
     given = own_memory(engine.device)
     if memory:
         given = memory if engine.device == "cpu" else min(memory, given)
@@ -82,6 +86,26 @@ def find_capacity(engine: Engine, memory: int, micro_batch_tokens: int) -> Capac
     engine.adapter_room = promised.adapter_bytes
     warn_of_halves(promised, micro_batch_tokens, engine.context_length)
     return promised
+
+
+def measured(engine: Engine, peak: Callable[[Callable[[], None]], int]) -> Footprint:
+    """An engine's footprint with what a token takes, and with what it adds in a block that keeps its
+    activations, where blocks compute theirs again; both as far as enough tokens fit. Arguments and errors as
+    of `token_bytes`."""
+    found, blocks = engine.footprint, engine.blocks
+    token = token_bytes(engine, peak)
+    if token is None:
+        return found
+    found = replace(found, token=token)
+    if blocks is None or not found.block or (kept := min(blocks.count, _KEPT)) < 2:
+        return found
+    blocks.kept = kept
+    try:
+        more = token_bytes(engine, peak)
+    finally:
+        blocks.kept = 0
+    # One block is there anyway when it is computed again, after those that keep theirs are done with.
+    return found if more is None else replace(found, block=max(1.0, (more - token) / (kept - 1)))
 
 
 def token_bytes(engine: Engine, peak: Callable[[Callable[[], None]], int]) -> float | None:

@@ -5,7 +5,8 @@ a copy of what it converts meanwhile, as the experts of a model whose files have
 layers at once.
 
 Invariants: weights are what transformers makes of the files, by its own conversions. Of what no conversion
-touches a rank reads its part of the pages alone, and beside that it holds what one layer's conversions made.
+touches a rank reads its part of the pages alone, where files can be mapped, and beside that it holds what one
+layer's conversions made. Ranks meet when all have read, however much longer one of them took.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from services.trainer.compute.exchange import meet, patience
+
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
 """What the names of a layer's weights begin with."""
+_SLOWEST = 50e6
+"""Bytes of files that a machine reads in a second, at least. Another one may have them in memory."""
 
 
 @contextmanager
 def reading_own_parts() -> Iterator[None]:
-    """Within it `from_pretrained` under ZeRO-3 loads so. No collective: ranks need not keep step."""
+    """Within it `from_pretrained` under ZeRO-3 loads so."""
     from transformers import modeling_utils
 
     theirs = modeling_utils._load_state_dict_into_zero3_model
@@ -66,6 +71,8 @@ def _load(model: Any, state: dict[str, Tensor], load_config: Any = None) -> tupl
                 buffers[name].copy_(whole)
                 buffers[name]._is_hf_initialized = True
             missing.discard(name)
+    with patience(sum(each.nbytes for each in state.values()) / _SLOWEST):
+        meet(str(next(iter(weights.values())).ds_tensor.device))
     return errors, missing
 
 

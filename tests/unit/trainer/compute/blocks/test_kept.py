@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from services.trainer.compute.blocks.checkpointing import Blocks
 from services.trainer.compute.blocks.kept import KeptBlocks, fitting
-from services.trainer.compute.memory.capacity import Footprint, head_bytes
+from services.trainer.compute.memory.capacity import PROCESS_BYTES, Footprint, head_bytes
 
 TOKENS, BLOCKS, VOCABULARY = 1000, 36, 64
 FOOTPRINT = Footprint(weights=0, token=300.0, block=200.0)
@@ -17,7 +18,7 @@ FOOTPRINT = Footprint(weights=0, token=300.0, block=200.0)
 def room_of(blocks: float) -> int:
     """Bytes in which so many blocks keep theirs, the margin included."""
     needed = TOKENS * (FOOTPRINT.token + blocks * FOOTPRINT.block) + head_bytes(TOKENS, VOCABULARY)
-    return int(needed * 8 / 7)
+    return int((needed + PROCESS_BYTES) * 8 / 7)
 
 
 @pytest.mark.parametrize(
@@ -42,23 +43,42 @@ def test_what_grows_with_the_square_of_the_tokens_is_not_kept() -> None:
     assert fitting(TOKENS, BLOCKS, replace(FOOTPRINT, block=0.0), VOCABULARY, 2**60) == 0
 
 
-def test_what_lacked_memory_keeps_less_and_in_the_end_nothing() -> None:
+def refused(chosen: KeptBlocks, blocks: Blocks, error: type[Exception] = torch.OutOfMemoryError) -> int:
+    """How many blocks keep theirs of a micro-batch that fails."""
+    with pytest.raises(error), chosen.keeping(TOKENS):
+        kept = blocks.kept
+        raise error
+    assert blocks.kept == 0
+    return kept
+
+
+def test_what_lacked_memory_keeps_half_as_many_and_in_the_end_none() -> None:
+    blocks = Blocks(BLOCKS)
+    chosen = KeptBlocks(blocks, FOOTPRINT, VOCABULARY, lambda: room_of(360))
+    kept = [refused(chosen, blocks)]
+    while chosen.gives_way():
+        kept.append(refused(chosen, blocks))
+    assert kept == [36, 18, 9, 4, 2, 1, 0]
+    assert chosen.bytes == 36 * TOKENS * FOOTPRINT.block
+
+
+def test_after_many_that_fitted_more_blocks_keep_theirs_again() -> None:
+    blocks = Blocks(BLOCKS)
+    chosen = KeptBlocks(blocks, FOOTPRINT, VOCABULARY, lambda: room_of(360))
+    while refused(chosen, blocks):
+        assert chosen.gives_way()
+    kept = []
+    for _ in range(256 * 8):
+        with chosen.keeping(TOKENS):
+            kept.append(blocks.kept)
+    assert list(dict.fromkeys(kept)) == [0, 1, 2, 4, 8, 16, 32, 36]
+
+
+def test_a_lack_of_memory_elsewhere_is_not_laid_to_blocks_that_kept_theirs() -> None:
     blocks = Blocks(BLOCKS)
     chosen = KeptBlocks(blocks, FOOTPRINT, VOCABULARY, lambda: room_of(36.5))
-    kept = []
-    for _ in range(6):
-        with pytest.raises(MemoryError), chosen.keeping(TOKENS):
-            kept.append(blocks.kept)
-            raise MemoryError
-        assert blocks.kept == 0
-        if not chosen.gives_way():
-            break
-    assert kept[0] == BLOCKS and kept[-1] == 0 == chosen.bytes
-    assert kept == sorted(kept, reverse=True)
-
-
-def test_a_lack_of_memory_after_a_micro_batch_that_fitted_is_not_laid_to_what_that_kept() -> None:
-    chosen = KeptBlocks(Blocks(BLOCKS), FOOTPRINT, VOCABULARY, lambda: room_of(36.5))
     with chosen.keeping(TOKENS):
         pass
+    assert not chosen.gives_way()
+    assert refused(chosen, blocks, ValueError) == BLOCKS
     assert not chosen.gives_way()

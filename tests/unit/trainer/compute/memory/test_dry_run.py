@@ -10,14 +10,17 @@ import pytest
 
 from services.common.contract.errors import Internal
 from services.trainer.compute import exchange
+from services.trainer.compute.blocks.checkpointing import Blocks
 from services.trainer.compute.data import Failure, LoraSpec, Pass, RowResult
 from services.trainer.compute.engine import Engine
-from services.trainer.compute.memory.dry_run import token_bytes
+from services.trainer.compute.memory.capacity import Footprint
+from services.trainer.compute.memory.dry_run import measured, token_bytes
 
 
 @dataclass
 class Rank:
-    """An engine that has memory for so many tokens, and takes a thousand bytes for each beside a fixed part.
+    """An engine that has memory for so many tokens, and takes a thousand bytes for each beside a fixed part,
+    and 300 more in each block that keeps its activations, but for one, as that is computed again else.
 
     Attributes:
         tried: lengths of the sequences it was given.
@@ -31,6 +34,8 @@ class Rank:
     device: str = "cpu"
     tried: list[int] = field(default_factory=list)
     models: list[str] = field(default_factory=list)
+    blocks: Blocks | None = None
+    footprint: Footprint = field(default_factory=lambda: Footprint(weights=1, token=400, block=200))
 
     def largest_adapter(self, rank: int) -> LoraSpec:
         return LoraSpec(rank)
@@ -49,10 +54,16 @@ class Rank:
 
     def peak(self, run: Callable[[], None]) -> int:
         run()
-        return 5000 + 1000 * self.tried[-1]
+        kept = 0 if self.blocks is None else self.blocks.kept
+        return 5000 + (1000 + 300 * max(kept - 1, 0)) * self.tried[-1]
 
     def token_bytes(self) -> float | None:
         return token_bytes(cast(Engine, self), self.peak)
+
+    def measured(self) -> tuple[float, float]:
+        found = measured(cast(Engine, self), self.peak)
+        assert found.weights == self.footprint.weights
+        return found.token, found.block
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +110,19 @@ def test_a_rank_that_is_told_nothing_goes_the_way_of_the_first(monkeypatch: pyte
     )
     assert rank.token_bytes() == 1000
     assert rank.tried == [256, 256, 2048, 256, 256, 1024]
+
+
+@pytest.mark.parametrize("count", [2, 5, 36])
+def test_what_a_block_adds_that_keeps_its_activations_is_measured_too(count: int) -> None:
+    rank = Rank(fits=4096, blocks=Blocks(count))
+    assert rank.measured() == (1000, 300)
+    assert rank.blocks == Blocks(count, kept=0)
+
+
+@pytest.mark.parametrize("blocks", [None, Blocks(1)])
+def test_where_no_block_adds_anything_the_arithmetic_says_it(blocks: Blocks | None) -> None:
+    assert Rank(fits=4096, blocks=blocks).measured() == (1000, 200)
+
+
+def test_what_hardly_fits_is_not_measured_with_blocks_that_keep_more() -> None:
+    assert Rank(fits=50, blocks=Blocks(5)).measured() == (400, 200)
