@@ -62,14 +62,16 @@ class Engine:
     Args:
         ahead: steps that are scheduled before the output of the first is there. Below 0: as many, by the
             scheduler that waits for a request's token before it schedules the next, as with pipeline stages.
+        drafts: most tokens that are drafted for a request and step; none by themselves.
     """
 
-    def __init__(self, model_dir: Path, blocks: int, ahead: int) -> None:
+    def __init__(self, model_dir: Path, blocks: int, ahead: int, drafts: int = 0) -> None:
         wanted = SamplerConfig(
             *("sampler-0", "org/model", str(model_dir), model_dir, "redis://"),
             max_loras=SLOTS,
-            max_sequences=8,
+            max_sequences=min(8, 16 // (1 + drafts)),
             max_batched_tokens=16,
+            speculative_ngram_tokens=drafts,
         )
         config = engine_args(wanted, "cpu").create_engine_config()
         config.scheduler_config.async_scheduling = ahead > 0
@@ -144,11 +146,15 @@ class Engine:
         sampled = []
         for name, count in scheduled.num_scheduled_tokens.items():
             tokens, end = self.tokens[name], places[name] + count
+            read = tokens + scheduled.scheduled_spec_decode_tokens.get(name, [])
             for place in range(places[name], end):
                 before = self._at(name, place - 1) if place else 0
-                self._kept[self._slot(name, place)] = computed(self._adapter[name], tokens[place], before)
-            sampled.append([chosen(self._at(name, end - 1))] if end == len(tokens) else [])
-            tokens += sampled[-1]
+                self._kept[self._slot(name, place)] = computed(self._adapter[name], read[place], before)
+            sampled.append(list[int]())
+            # A draft holds if it is the token that is chosen in its place.
+            while end == len(read) and tokens == read[: len(tokens)] and len(tokens) <= end:
+                sampled[-1].append(chosen(self._at(name, len(tokens) - 1)))
+                tokens.append(sampled[-1][-1])
         names = list(scheduled.num_scheduled_tokens)
         return ModelRunnerOutput(names, {name: index for index, name in enumerate(names)}, sampled)
 

@@ -31,8 +31,8 @@ def salt(version: int) -> str:
 class FullEngine(Engine):
     """With all weights of one version at a time."""
 
-    def __init__(self, model_dir: Path, blocks: int, ahead: int) -> None:
-        super().__init__(model_dir, blocks, ahead)
+    def __init__(self, model_dir: Path, blocks: int, ahead: int, drafts: int = 0) -> None:
+        super().__init__(model_dir, blocks, ahead, drafts)
         self.updates: Updates = self.scheduler.tinsmith_updates
         self.version = VERSIONS[0]
         self.first: dict[str, int] = {}

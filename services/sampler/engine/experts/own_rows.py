@@ -5,10 +5,10 @@ a name. So a request may be told rows that another computed, which began alike; 
 changed also under the name of those that it had before. Where a row is asked for that is kept no longer,
 vLLM ends the engine, and so it does where a request that it gave up begins again with the same step, as
 updates of all weights have it. Here the names are of requests, each of which has a number of its own
-whenever it begins; and of one that does not ask no rows of its prompt are looked for.
+whenever it begins. As nobody else finds a request's rows, workers hear of those alone that ask.
 
 Invariants: a row that leaves is what the routers chose in the step that computed the token, in this very
-request. Nothing leaves of a request that does not ask.
+request. Nothing leaves of a request that does not ask, nor is kept of it.
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ class OwnRows(AuxOutputSchedulerConnector):
         self._ended: list[str] = []
 
     def build_connector_meta(self, scheduler_output: Any, requests: Mapping[str, Any]) -> StepMetadata:
-        """What workers are told with a step: of its requests the first token whose row is to leave, and the
-        names of blocks that it fills; and requests that have ended."""
+        """What workers are told with a step: of its requests that ask, the first token whose row is to leave,
+        and the names of blocks that it fills; and of these those that have ended."""
         starts, names = {}, {}
         for name, count in scheduler_output.num_scheduled_tokens.items():
             request = requests[name]
+            if not _asks(request):
+                continue
             starts[name] = _start(request)
             # Before the step: tokens of drafts count, which may not hold; then a block has its name early.
             if packed := self._named(name, (request.num_computed_tokens + count) // self._block):
@@ -86,7 +88,5 @@ def _asks(request: Any) -> bool:
 
 
 def _start(request: Any) -> int:
-    """The first token of a request whose row has not left and is to leave."""
-    if request.num_output_tokens:
-        return int(request.num_tokens - 1)
-    return 0 if _asks(request) else int(request.num_prompt_tokens)
+    """The first token of a request whose row has not left."""
+    return int(request.num_tokens - 1) if request.num_output_tokens else 0

@@ -1,10 +1,10 @@
 """Which experts the layers of a step give tokens to, where vLLM itself tells them (V2 model runner).
 
 vLLM's routers write what they choose into a tensor of the worker's, CUDA graphs or not. The first worker
-copies it out with each step's tokens, and keeps it in blocks, under names that the scheduler gives them
-(engine/experts/own_rows.py), until the requests have it. Here it is said how the model routes, rows of
-layers that do not route are left out, and a request may begin again with the step before which it was given
-up.
+copies it out with the tokens of a step, and keeps it in blocks, under names that the scheduler gives them
+(engine/experts/own_rows.py), until the requests that ask (`asked_rows`) have it. Here it is said how the
+model routes, rows of layers that do not route are left out, and a request may begin again with the step
+before which it was given up.
 
 Invariant: what leaves has a row for each routed layer of the model, in its order, and for no other.
 """
@@ -22,6 +22,7 @@ from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from services.common.contract.experts.routing import Routing
+from services.sampler.worker.v2 import asked_rows
 
 
 @dataclass
@@ -44,6 +45,7 @@ def install(runner: Any) -> Routing | None:
     if not layers or len(set(layers)) < len(layers):
         return None
     _begin_anew(connector)
+    asked_rows.install(connector)
     if layers != list(range(total)):
         _leave_out(connector, layers)
     return Routing(len(layers), routing.top_k, routing.experts)

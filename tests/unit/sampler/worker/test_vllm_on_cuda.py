@@ -27,6 +27,7 @@ STATES_V2, SAMPLING_V2 = "vllm.v1.worker.gpu.states", "vllm.v1.worker.gpu.sample
 WORKER, ADAPTERS = "vllm.v1.worker.gpu_worker", "vllm.lora.model_manager"
 RELOAD = "vllm.model_executor.model_loader.reload"
 SCHEDULER, AUX = "vllm.v1.core.sched.scheduler", "vllm.distributed.aux_output_connector.worker"
+STORE, ASYNC = "vllm.distributed.aux_output_connector.store", "vllm.v1.worker.gpu.async_utils"
 MOE = "vllm.model_executor.layers.fused_moe"
 LORA_MIXIN = ("vllm.v1.worker.lora_model_runner_mixin", "LoRAModelRunnerMixin")
 MANAGER = "LoRAModelManager"
@@ -67,6 +68,12 @@ REPLACED = [
     (SAMPLER_V2, "self.sample", "worker.v2.sampled_logprobs", "SampledLogprobs._sampled"),
     (SAMPLER_V2, "compute_topk_scores", "worker.v2.sampled_logprobs", "SampledLogprobs.scores"),
     (RUNNER_V2, "self.aux_output_connector.begin_step", "worker.v2.routed_experts", "_begin_anew.begun"),
+    (
+        *(RUNNER_V2, "self.aux_output_connector.prepare_output"),
+        *("worker.v2.asked_rows", "_copy_asked.prepared"),
+    ),
+    (ASYNC, "self.pending_aux_output.process_output", "worker.v2.asked_rows", "_Part.process_output"),
+    (STORE, "self._store.put", "worker.v2.asked_rows", "_forget_released.forgetting"),
     (AUX, "self.connector.process_output", "worker.v2.routed_experts", "_leave_out.processed"),
     *(
         (SCHEDULER, f"self.aux_output_connector.{name}", "engine.experts.own_rows", f"OwnRows.{name}")
@@ -155,10 +162,19 @@ ASKED = [
         ["rank", "device", "model_runner", "vllm_config", "use_v2_model_runner"],
     ),
     ([(RUNNER_V2, "GPUModelRunner"), LORA_MIXIN], [*RUNNER, "vocab_size", "aux_output_connector"]),
-    ([(AUX, "AuxOutputWorkerConnector")], ["_capturer", "begin_step", "process_output"]),
+    (
+        [(AUX, "AuxOutputWorkerConnector")],
+        [
+            *("_capturer", "begin_step", "prepare_output", "process_output", "_step_metadata"),
+            *("_buffer", "_lock", "_pending_outputs", "_requests", "_store"),
+        ],
+    ),
+    ([(AUX, "_WorkerRequestState")], ["pending_outputs"]),
+    ([(STORE, "BackgroundBlockObjectStore")], ["_store"]),
+    ([(STORE, "BlockObjectStore")], ["put", "_lru", "_references", "_free_slots"]),
     (
         [(f"{MOE}.routed_experts_capturer", "RoutedExpertsCapturer")],
-        ["shape_per_token"],
+        ["shape_per_token", "device_buffer", "output_dtype"],
     ),
     ([(f"{MOE}.runner.moe_runner", "MoERunner")], ["router", "layer_id"]),
     ([(f"{MOE}.router.base_router", "BaseRouter")], ["top_k", "global_num_experts"]),
@@ -172,7 +188,7 @@ ASKED = [
             *("req_ids", "idx_mapping", "idx_mapping_np", "prefill_len_np", "num_computed_prefill_tokens_np"),
             *("num_scheduled_tokens", "query_start_loc_np", "num_draft_tokens", "cu_num_logits"),
             *("cu_num_logits_np", "input_ids", "positions", "logits_indices", "expanded_idx_mapping"),
-            *("expanded_local_pos", "seq_lens", "seq_lens_cpu_upper_bound"),
+            *("expanded_local_pos", "seq_lens", "seq_lens_cpu_upper_bound", "num_computed_tokens_np"),
         ],
     ),
     ([(STATES_V2, "RequestState")], ["req_id_to_index", "all_token_ids", "prefill_len"]),
@@ -300,6 +316,9 @@ def test_what_is_given_by_its_place_is_in_its_place() -> None:
     assert written("vllm.v1.worker.gpu.sample.output").fields("SamplerOutput")[:5] == sampled
     mapping = ["index_mapping", "prompt_mapping", "is_prefill"]
     assert written("vllm.lora.layers.utils").fields("LoRAMapping")[:3] == mapping
+    pending = ["connector", "request_ids", "token_starts", "query_start_loc", "routed_experts_gpu"]
+    filled = ["routed_experts", "num_sampled", "num_rejected"]
+    assert written(AUX).fields("PendingAuxOutput") == pending + filled
     cells = list(written("vllm.v1.worker.gpu.sample.logprob").signature("compute_token_logprobs").parameters)
     assert cells == ["logits", "token_ids"]
 
