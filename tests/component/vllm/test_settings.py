@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 
 from services.common.contract.errors import InvalidRequest
 from services.sampler.config import Quantization, SamplerConfig
+from services.sampler.engine.experts import models
 from services.sampler.engine.settings import check_model, engine_args
 from tests.unit.sampler.engine.test_settings import config_of
 
@@ -64,12 +66,32 @@ def test_experts_are_told_of_models_that_have_some_and_that_keep_all_keys_and_va
     windows = {"use_sliding_window": True, "sliding_window": 100, "layer_types": ["sliding_attention"] * 2}
     narrow = config_of(tmp_path / "narrow", "qwen2_moe", architectures=["Qwen2MoeForCausalLM"], **windows)
     with pytest.raises(
-        InvalidRequest, match=r"all layers of org/model have windows, .* leave --routed-experts out"
+        InvalidRequest,
+        match=r"all layers of org/model have windows, .* --max-context 100, .* leave --routed-experts out",
     ):
         checked(replace(narrow, routed_experts=True))
+    with pytest.raises(InvalidRequest, match="all layers of org/model have windows"):
+        checked(replace(narrow, routed_experts=True, max_context=101))
+    # The window drops nothing.
+    checked(replace(narrow, routed_experts=True, max_context=100))
     # V1 on a CPU hands them over with each step.
     told = replace(narrow, routed_experts=True, kv_cache_gib=1)
     check_model(told, engine_args(told, "cpu"))
+
+
+def test_experts_are_not_told_of_a_model_without_keys_and_values(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "qwen3_moe", architectures=["Qwen3MoeForCausalLM"])
+    model: Any = SimpleNamespace(
+        architectures=["RecurrentForCausalLM"],
+        is_moe=True,
+        get_num_experts_per_tok=lambda: 2,
+        is_attention_free=True,
+    )
+    with pytest.raises(
+        InvalidRequest, match=r"with attention, .* RecurrentForCausalLM has none; leave it out"
+    ):
+        models.check(config, model, noted=True)
+    models.check(config, model, noted=False)
 
 
 def test_vllm_still_returns_routed_experts_from_its_v2_runner_alone(

@@ -5,6 +5,8 @@ Invariant: one that is to tell them and cannot does not start.
 
 from __future__ import annotations
 
+import math
+
 from vllm.config import ModelConfig
 
 from services.common.contract.errors import InvalidRequest
@@ -25,18 +27,26 @@ def check(config: SamplerConfig, model: ModelConfig, *, noted: bool) -> None:
         raise InvalidRequest(
             f"--routed-experts is for models with routed experts, and {name} has none; leave it out"
         )
-    if noted and _windows_alone(model):
-        # It has room for those of as many tokens as there are keys and values of, keeps those of all tokens
-        # of a sequence until it ends, and ends the engine where they are more.
+    if not noted:
+        return
+    # vLLM has room for those of as many tokens as there are keys and values of, keeps those of all tokens of
+    # a sequence until it ends, and ends the engine where they are more.
+    if model.is_attention_free:
+        raise InvalidRequest(
+            "--routed-experts is for models with attention, as vLLM has room for the experts of as many "
+            f"tokens as it has keys and values of, and {name} has none; leave it out"
+        )
+    if (window := _window(model)) < model.max_model_len:
         raise InvalidRequest(
             f"all layers of {config.base_model} have windows, and vLLM has no room for the experts of tokens "
-            "whose keys and values it has let go; leave --routed-experts out"
+            f"whose keys and values it has let go; give --max-context {window}, with which there are none, "
+            "or leave --routed-experts out"
         )
 
 
-def _windows_alone(model: ModelConfig) -> bool:
+def _window(model: ModelConfig) -> float:
+    """The tokens that a sequence may have before keys and values of one are let go."""
     text = model.hf_text_config
-    if not (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)):
-        return False
+    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
     layers = getattr(text, "layer_types", None) or ["sliding_attention"]
-    return "full_attention" not in layers
+    return window if window and "full_attention" not in layers else math.inf
