@@ -208,9 +208,11 @@ def _parser() -> argparse.ArgumentParser:
     flag("--kv-cache-dtype", "fp8: on CUDA, twice the room")
     flag("--head-dtype", "float32: logits of any model")
     flag("--quantization", "of weights; auto: as the model's files are")
-    flag("--model-runner", "of vLLM; auto: v1 on a CPU or with drafts, else vLLM's choice")
+    flag("--model-runner", "of vLLM; auto: v1 on a CPU or with drafts alone, else vLLM's choice")
     flag("--speculative-ngram-tokens", "tokens drafted for each sequence and step; 0 = none")
-    flag("--routed-experts", "yes: samples may ask for them on a GPU, too, where all tokens pay for it")
+    flag(
+        "--routed-experts", "yes: samples may ask for them on a GPU, too, where those of all tokens are noted"
+    )
     flag("--gpu-memory-utilization", "fraction of GPU memory to use")
     flag("--tensor-parallel-size", "GPUs that share each layer")
     flag("--pipeline-parallel-size", "stages of GPUs that share the layers among them")

@@ -305,7 +305,8 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             _one_of(AUTO, "v1", "v2"),
             AUTO,
             "which of vLLM's two computes the steps of samplers: with another one a seed gives other tokens "
-            "(default: auto, v1 on a CPU and where tokens are drafted, else what vLLM takes)",
+            "(default: auto, v1 on a CPU, and where tokens are drafted without --routed-experts, else what "
+            "vLLM takes)",
         ),
         Setting(
             "speculative-ngram-tokens",
@@ -319,7 +320,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             _one_of("yes", "no"),
             "no",
             "yes: samples may ask which experts had their tokens on GPUs too, where samplers then note those "
-            "of all tokens; for models with routed experts (default: no, on a CPU alone)",
+            "of all tokens; every --model must have routed experts then (default: no, on a CPU alone)",
         ),
     ),
     "logs": (
