@@ -87,7 +87,8 @@ class Processor(LogprobsProcessor):
         super().update_from_output(output)
 
     def _append(self, tokens: list[int], values: Sampled) -> None:
-        """As vLLM does for a single token of each place; its rank, which nobody reads, was not sent."""
+        """As vLLM does for a single token of each place; its rank, which nobody reads, was not sent. Both are
+        as many (`core.pack`): else it would raise in vLLM's output handler, which ends the replica."""
         flat: Any = self.logprobs
         assert isinstance(flat, FlatLogprobs) and self.cumulative_logprob is not None
         for token, value in zip(tokens, values, strict=True):
