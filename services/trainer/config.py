@@ -224,7 +224,7 @@ def parse(argv: list[str]) -> TrainerConfig:
     if not (name and separator and path):
         parser.error(f"--model {args.model!r} is not NAME=PATH_OR_HUB_ID")
     tokens = args.micro_batch_tokens
-    if tokens != "auto" and not (tokens.isdigit() and 1 <= int(tokens) <= _MOST_TOKENS):
+    if tokens != "auto" and not (tokens.isdecimal() and 1 <= int(tokens) <= _MOST_TOKENS):
         parser.error(
             f"--micro-batch-tokens must be auto or a whole number from 1 to {_MOST_TOKENS}, not {tokens!r}"
         )

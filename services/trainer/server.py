@@ -127,10 +127,10 @@ def load(config: TrainerConfig, place: Place) -> tuple[Engine, Channel, Capacity
     )
     logs.take_over()
     (on_host,) = least([own_host], engine.device)
-    found = find_capacity(engine, config.memory_bytes, config.micro_batch_tokens)
+    found = find_capacity(
+        engine, config.memory_bytes, config.micro_batch_tokens, keeps_blocks=config.keeps_blocks
+    )
     found = replace(found, adapter_host_bytes=on_host)
-    if config.keeps_blocks:
-        engine.keep_blocks(config.memory_bytes)
     log.info(
         "it holds sequences of up to %d tokens (one rank alone: %d; forward only: %d), operations of %d, and "
         "%.2f GiB of adapters on each rank, %.2f more on its host",

@@ -181,7 +181,7 @@ class Engine:
         Args:
             adapters: that adapters take, gradients and moments included.
         """
-        taken = self._in_pass + self._rounds.kept_bytes
+        taken = max(self._in_pass, self._rounds.kept_bytes)
         return by_purpose(self.footprint, adapters, self._full.dtype.itemsize, self.world_size, taken)
 
     def create_model(self, model_id: str, lora: LoraSpec | None) -> None:

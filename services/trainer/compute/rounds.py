@@ -154,8 +154,8 @@ class Rounds:
 
     @property
     def kept_bytes(self) -> int:
-        """That blocks kept of their activations in the largest micro-batch of the last pass; anybody may
-        ask."""
+        """What the largest micro-batch of the last pass took, where blocks may keep their activations; else
+        0. Anybody may ask."""
         return 0 if self._kept is None else self._kept.bytes
 
     def run(self, work: Pass, failures: Mapping[int, Failure]) -> tuple[list[RowResult], dict[int, Failure]]:

@@ -79,6 +79,33 @@ def test_experts_are_told_of_models_that_have_some_and_that_keep_all_keys_and_va
     check_model(told, engine_args(told, "cpu"))
 
 
+@pytest.mark.parametrize(
+    ("layers", "window", "refused"),
+    [
+        (["compressed_attention", "sliding_attention"], 100, True),
+        (["compressed_attention", "full_attention"], 100, False),
+        (["linear_attention", "attention"], None, False),
+    ],
+)
+def test_experts_are_not_told_where_layers_keep_keys_and_values_in_ways_of_their_own(
+    layers: list[str], window: int | None, refused: bool, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, "qwen3_moe", architectures=["Qwen3MoeForCausalLM"])
+    model: Any = SimpleNamespace(
+        architectures=["OtherForCausalLM"],
+        is_moe=True,
+        get_num_experts_per_tok=lambda: 2,
+        is_attention_free=False,
+        max_model_len=1000,
+        hf_text_config=SimpleNamespace(layer_types=layers, sliding_window=window),
+    )
+    if not refused:
+        models.check(config, model, noted=True)
+        return
+    with pytest.raises(InvalidRequest, match=r"layers of org/model attend by compressed_attention, .* out"):
+        models.check(config, model, noted=True)
+
+
 def test_experts_are_not_told_of_a_model_without_keys_and_values(tmp_path: Path) -> None:
     config = config_of(tmp_path, "qwen3_moe", architectures=["Qwen3MoeForCausalLM"])
     model: Any = SimpleNamespace(

@@ -5,8 +5,6 @@ Invariant: one that is to tell them and cannot does not start.
 
 from __future__ import annotations
 
-import math
-
 from vllm.config import ModelConfig
 
 from services.common.contract.errors import InvalidRequest
@@ -36,7 +34,18 @@ def check(config: SamplerConfig, model: ModelConfig, *, noted: bool) -> None:
             "--routed-experts is for models with attention, as vLLM has room for the experts of as many "
             f"tokens as it has keys and values of, and {name} has none; leave it out"
         )
-    if (window := _window(model)) < model.max_model_len:
+    if (window := _window(model)) is None:
+        return
+    layers = set(getattr(model.hf_text_config, "layer_types", None) or ["sliding_attention"])
+    if "full_attention" in layers:
+        return
+    if others := sorted(layers - {"sliding_attention", "linear_attention"}):
+        raise InvalidRequest(
+            f"layers of {config.base_model} attend by {' and '.join(others)}, and vLLM's room for experts is "
+            "for tokens of which a layer keeps all keys and values, or as many as a window has; leave "
+            "--routed-experts out"
+        )
+    if window < model.max_model_len:
         raise InvalidRequest(
             f"all layers of {config.base_model} have windows, and vLLM has no room for the experts of tokens "
             f"whose keys and values it has let go; give --max-context {window}, with which there are none, "
@@ -44,9 +53,8 @@ def check(config: SamplerConfig, model: ModelConfig, *, noted: bool) -> None:
         )
 
 
-def _window(model: ModelConfig) -> float:
-    """The tokens that a sequence may have before keys and values of one are let go."""
+def _window(model: ModelConfig) -> int | None:
+    """The tokens that a sequence may have before keys and values of one are let go, in layers with a window;
+    None: no layer has one."""
     text = model.hf_text_config
-    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
-    layers = getattr(text, "layer_types", None) or ["sliding_attention"]
-    return window if window and "full_attention" not in layers else math.inf
+    return getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None

@@ -4,7 +4,7 @@ To compute a block again takes as long as to compute it, which is a third of wha
 backward pass take in all.
 
 Invariant: a choice fails no operation. What lacks memory with blocks that keep theirs runs again with at most
-half as many, and so does what comes after it, until many micro-batches in a row have fitted.
+half as many, and so does what comes after it, until many micro-batches that kept so many have fitted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RERUNS = Counter(
 _MARGIN = 1 / 8
 """Of what is free, which the arithmetic may miss."""
 _FITTED = 256
-"""Micro-batches in a row after which twice as many blocks are tried."""
+"""Micro-batches with as many blocks as may keep theirs, after which twice as many may."""
 
 
 class KeptBlocks:
@@ -40,7 +40,7 @@ class KeptBlocks:
         room: bytes that this rank may yet take.
 
     Attributes:
-        bytes: that blocks kept at most of one micro-batch, since that was last set to 0.
+        bytes: that one micro-batch took at most, as it was counted, since that was last set to 0.
     """
 
     def __init__(
@@ -56,7 +56,6 @@ class KeptBlocks:
         """Within it a micro-batch of so many tokens is computed, forward and backward."""
         kept = fitting(tokens, self._most, self._footprint, self._vocab_size, self._room())
         self._blocks.kept = kept
-        self.bytes = max(self.bytes, int(kept * tokens * self._footprint.block))
         try:
             yield
         except Exception as error:
@@ -64,7 +63,10 @@ class KeptBlocks:
             raise
         finally:
             self._blocks.kept = 0
-        self._fitted += 1
+        taken = tokens * (self._footprint.token + kept * self._footprint.block)
+        self.bytes = max(self.bytes, int(taken) + head_bytes(tokens, self._vocab_size))
+        # Where there was no room for more, nothing is said of whether more fits.
+        self._fitted += kept == self._most
         if self._fitted >= _FITTED:
             self._most, self._fitted = min(self._blocks.count, max(1, 2 * self._most)), 0
 
@@ -78,7 +80,7 @@ class KeptBlocks:
         self._most, self._fitted = refused // 2, 0
         log.warning(
             "a micro-batch whose last %d blocks kept their activations was refused memory and runs again; "
-            "from now on at most %d do, until it has long gone well",
+            "at most %d do now, until many micro-batches have fitted so",
             refused,
             self._most,
         )

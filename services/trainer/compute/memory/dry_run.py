@@ -45,15 +45,17 @@ LEAST = 128
 """Tokens; of fewer nothing is learned."""
 
 
-_KEPT = 5
-"""Blocks whose activations are measured: in some models each fourth is of another kind."""
+_PERIOD = 4
+"""Blocks after which their kinds come again: in some models each fourth is of another one."""
 
 
 class _DoesNotFit(Exception):
     """Some rank has no memory for so many tokens; raised on all."""
 
 
-def find_capacity(engine: Engine, memory: int, micro_batch_tokens: int) -> Capacity:
+def find_capacity(
+    engine: Engine, memory: int, micro_batch_tokens: int, *, keeps_blocks: bool = False
+) -> Capacity:
     """What the world can hold: the least of what its ranks can.
 
     On CUDA tokens are measured, unless passes are collectives: there a rank that ran out of memory would
@@ -64,13 +66,14 @@ def find_capacity(engine: Engine, memory: int, micro_batch_tokens: int) -> Capac
         memory: bytes that this rank may take, on a GPU at most what it could have; 0 = that, or its share of
             the machine.
         micro_batch_tokens: up to which several sequences are computed at once.
+        keeps_blocks: blocks keep their activations from then on, as `Engine.keep_blocks` says.
 
     Raises:
         Internal: a small operation could not be computed, for another reason than memory.
     """
     found = engine.footprint
     if engine.device != "cpu" and not engine.collective:
-        found = measured(engine, peak_of_cuda)
+        found = measured(engine, peak_of_cuda, keeps_blocks=keeps_blocks)
     given = own_memory(engine.device)
     if memory:
         given = memory if engine.device == "cpu" else min(memory, given)
@@ -85,27 +88,47 @@ def find_capacity(engine: Engine, memory: int, micro_batch_tokens: int) -> Capac
     engine.pass_room = largest_pass_bytes(found, promised, engine.vocab_size, micro_batch_tokens, together)
     engine.adapter_room = promised.adapter_bytes
     warn_of_halves(promised, micro_batch_tokens, engine.context_length)
+    if keeps_blocks:
+        engine.keep_blocks(memory)
     return promised
 
 
-def measured(engine: Engine, peak: Callable[[Callable[[], None]], int]) -> Footprint:
-    """An engine's footprint with what a token takes, and with what it adds in a block that keeps its
-    activations, where blocks compute theirs again; both as far as enough tokens fit. Arguments and errors as
-    of `token_bytes`."""
-    found, blocks = engine.footprint, engine.blocks
+def measured(engine: Engine, peak: Callable[[Callable[[], None]], int], *, keeps_blocks: bool) -> Footprint:
+    """An engine's footprint with what a token takes, as far as enough of them fit. Arguments and errors as of
+    `token_bytes`.
+
+    Args:
+        keeps_blocks: also what a token adds in a block that keeps its activations; 0 where too few fit.
+    """
+    found = engine.footprint
     token = token_bytes(engine, peak)
     if token is None:
-        return found
+        log.warning("what a token takes could not be measured; arithmetic says it")
+        return replace(found, block=0.0)
     found = replace(found, token=token)
-    if blocks is None or not found.block or (kept := min(blocks.count, _KEPT)) < 2:
-        return found
-    blocks.kept = kept
+    if keeps_blocks and found.block:
+        found = replace(found, block=_block_bytes(engine, peak, token))
+    return found
+
+
+def _block_bytes(engine: Engine, peak: Callable[[Callable[[], None]], int], token: float) -> float:
+    blocks = engine.blocks
+    if blocks is None or blocks.count < 2:
+        return 0.0
+    # One block is there anyway when it is computed again, after those that keep theirs are done with.
+    few, many = (_PERIOD, 2 * _PERIOD) if blocks.count >= 2 * _PERIOD else (1, blocks.count)
+    taken = {1: token}
     try:
-        more = token_bytes(engine, peak)
+        for kept in sorted({few, many} - taken.keys()):
+            blocks.kept = kept
+            more = token_bytes(engine, peak)
+            if more is None:
+                log.warning("no block keeps its activations: a pass in which some do does not fit")
+                return 0.0
+            taken[kept] = more
     finally:
         blocks.kept = 0
-    # One block is there anyway when it is computed again, after those that keep theirs are done with.
-    return found if more is None else replace(found, block=max(1.0, (more - token) / (kept - 1)))
+    return max(1.0, (taken[many] - taken[few]) / (many - few))
 
 
 def token_bytes(engine: Engine, peak: Callable[[Callable[[], None]], int]) -> float | None:
@@ -127,11 +150,10 @@ def token_bytes(engine: Engine, peak: Callable[[Callable[[], None]], int]) -> fl
             _, less, more = (peak(partial(_run, engine, tokens)) for tokens in (few, few, many))
             return max(1.0, (more - less) / max(1, many - few))
         except _DoesNotFit:
-            log.warning("%d tokens do not fit beside the model", many)
+            log.warning("at the start a pass of %d tokens did not fit", many)
         finally:
             engine.drop_model(MODEL_ID)
         many //= 2
-    log.warning("what a token takes could not be measured; arithmetic says it")
     return None
 
 

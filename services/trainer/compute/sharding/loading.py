@@ -6,7 +6,7 @@ layers at once.
 
 Invariants: weights are what transformers makes of the files, by its own conversions. Of what no conversion
 touches a rank reads its part of the pages alone, where files can be mapped, and beside that it holds what one
-layer's conversions made. Ranks meet when all have read, however much longer one of them took.
+layer's conversions made. Ranks meet when all have read, if each gets `_SLOWEST` bytes a second.
 """
 
 from __future__ import annotations

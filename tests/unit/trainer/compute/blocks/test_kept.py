@@ -59,7 +59,7 @@ def test_what_lacked_memory_keeps_half_as_many_and_in_the_end_none() -> None:
     while chosen.gives_way():
         kept.append(refused(chosen, blocks))
     assert kept == [36, 18, 9, 4, 2, 1, 0]
-    assert chosen.bytes == 36 * TOKENS * FOOTPRINT.block
+    assert chosen.bytes == 0
 
 
 def test_after_many_that_fitted_more_blocks_keep_theirs_again() -> None:
@@ -72,6 +72,28 @@ def test_after_many_that_fitted_more_blocks_keep_theirs_again() -> None:
         with chosen.keeping(TOKENS):
             kept.append(blocks.kept)
     assert list(dict.fromkeys(kept)) == [0, 1, 2, 4, 8, 16, 32, 36]
+
+
+def test_micro_batches_that_had_no_room_for_more_do_not_say_that_more_fit() -> None:
+    blocks, room = Blocks(BLOCKS), [room_of(360)]
+    chosen = KeptBlocks(blocks, FOOTPRINT, VOCABULARY, lambda: room[0])
+    assert refused(chosen, blocks) == 36 and chosen.gives_way()
+    for room[0] in (room_of(3.5), room_of(360)):
+        for _ in range(255):
+            with chosen.keeping(TOKENS):
+                assert blocks.kept == (3 if room[0] < room_of(4) else 18)
+    with chosen.keeping(TOKENS):
+        pass
+    with chosen.keeping(TOKENS):
+        assert blocks.kept == 36
+
+
+def test_what_the_largest_micro_batch_took_is_counted() -> None:
+    chosen = KeptBlocks(Blocks(BLOCKS), FOOTPRINT, VOCABULARY, lambda: room_of(20.5))
+    for tokens in (TOKENS, TOKENS // 2):
+        with chosen.keeping(tokens):
+            pass
+    assert chosen.bytes == TOKENS * (300 + 20 * 200) + head_bytes(TOKENS, VOCABULARY)
 
 
 def test_a_lack_of_memory_elsewhere_is_not_laid_to_blocks_that_kept_theirs() -> None:

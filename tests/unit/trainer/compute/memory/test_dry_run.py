@@ -19,15 +19,19 @@ from services.trainer.compute.memory.dry_run import measured, token_bytes
 
 @dataclass
 class Rank:
-    """An engine that has memory for so many tokens, and takes a thousand bytes for each beside a fixed part,
-    and 300 more in each block that keeps its activations, but for one, as that is computed again else.
+    """An engine that has memory for so many tokens, and takes a thousand bytes for each beside a fixed part.
+    Blocks that keep their activations take more, but for one, as that is computed again else.
 
     Attributes:
+        fits_kept: where blocks keep theirs.
+        kinds: what blocks add, one after the other and again, to the last one.
         tried: lengths of the sequences it was given.
         code: of the failure of those that are longer than `fits`.
     """
 
     fits: int
+    fits_kept: int = 4096
+    kinds: tuple[int, ...] = (300,)
     code: str = "out_of_memory"
     context_length: int = 4096
     world_size: int = 1
@@ -48,20 +52,24 @@ class Rank:
 
     def run_pass(self, work: Pass) -> list[RowResult]:
         self.tried.append(work.micro_batches[0].rows[0].length)
-        if self.tried[-1] > self.fits:
+        if self.tried[-1] > (self.fits_kept if self.kept else self.fits):
             return [RowResult(0, 0, failure=Failure("server", self.code, "it failed"))]
         return [RowResult(0, 0)]
 
     def peak(self, run: Callable[[], None]) -> int:
         run()
-        kept = 0 if self.blocks is None else self.blocks.kept
-        return 5000 + (1000 + 300 * max(kept - 1, 0)) * self.tried[-1]
+        last = [self.kinds[-1 - number % len(self.kinds)] for number in range(self.kept)]
+        return 5000 + (1000 + max(sum(last) - max(self.kinds), 0)) * self.tried[-1]
+
+    @property
+    def kept(self) -> int:
+        return 0 if self.blocks is None else self.blocks.kept
 
     def token_bytes(self) -> float | None:
         return token_bytes(cast(Engine, self), self.peak)
 
-    def measured(self) -> tuple[float, float]:
-        found = measured(cast(Engine, self), self.peak)
+    def measured(self, keeps_blocks: bool = True) -> tuple[float, float]:
+        found = measured(cast(Engine, self), self.peak, keeps_blocks=keeps_blocks)
         assert found.weights == self.footprint.weights
         return found.token, found.block
 
@@ -119,10 +127,25 @@ def test_what_a_block_adds_that_keeps_its_activations_is_measured_too(count: int
     assert rank.blocks == Blocks(count, kept=0)
 
 
+def test_of_blocks_of_two_kinds_it_is_their_mean() -> None:
+    """As in models with linear attention, of whose blocks each fourth, the last one too, is another."""
+    rank = Rank(fits=4096, blocks=Blocks(36), kinds=(500, 500, 500, 100))
+    assert rank.measured() == (1000, 400)
+
+
 @pytest.mark.parametrize("blocks", [None, Blocks(1)])
-def test_where_no_block_adds_anything_the_arithmetic_says_it(blocks: Blocks | None) -> None:
-    assert Rank(fits=4096, blocks=blocks).measured() == (1000, 200)
+def test_where_there_are_no_two_blocks_none_keeps_anything(blocks: Blocks | None) -> None:
+    assert Rank(fits=4096, blocks=blocks).measured() == (1000, 0)
 
 
-def test_what_hardly_fits_is_not_measured_with_blocks_that_keep_more() -> None:
-    assert Rank(fits=50, blocks=Blocks(5)).measured() == (400, 200)
+def test_what_hardly_fits_keeps_nothing() -> None:
+    assert Rank(fits=50, blocks=Blocks(5)).measured() == (400, 0)
+    small = Rank(fits=4096, fits_kept=50, blocks=Blocks(5))
+    assert small.measured() == (1000, 0)
+    assert small.blocks == Blocks(5, kept=0)
+
+
+def test_where_all_blocks_compute_again_it_is_not_measured() -> None:
+    rank = Rank(fits=4096, blocks=Blocks(36))
+    assert rank.measured(keeps_blocks=False) == (1000, 200)
+    assert len(rank.tried) == 3

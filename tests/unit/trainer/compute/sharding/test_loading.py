@@ -1,7 +1,12 @@
 """Which part of a model's files each rank takes."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 import torch
 
+from services.trainer.compute.sharding import loading
 from services.trainer.compute.sharding.loading import layers, own_part
 
 
@@ -28,3 +33,29 @@ def test_ranks_parts_are_the_weight_and_what_fills_them_up() -> None:
     for rank, part in enumerate(parts):
         own_part(whole, part, rank)
     assert torch.cat(parts).tolist() == [*range(10), *[-1] * 6]
+
+
+def test_ranks_meet_when_all_have_read_and_wait_as_long_as_files_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = torch.nn.Linear(4, 100)
+    model.base_model_prefix = "model"  # type: ignore[assignment]
+    done: list[object] = []
+
+    def take(name: str, weight: object, whole: torch.Tensor) -> list[str]:
+        done.append(name)
+        return []
+
+    @contextmanager
+    def patience(seconds: float) -> Iterator[None]:
+        done.append(seconds)
+        yield
+        done.append("over")
+
+    for weight in model.parameters():
+        weight.ds_tensor = weight.data  # type: ignore[attr-defined]
+    monkeypatch.setattr(loading, "_take", take)
+    monkeypatch.setattr(loading, "patience", patience)
+    monkeypatch.setattr(loading, "meet", done.append)
+    assert loading._load(model, dict(model.state_dict())) == ([], set())
+    assert done == ["weight", "bias", 4 * 500 / 50e6, "cpu", "over"]
