@@ -149,6 +149,8 @@ class Executor:
         model.sequence.admit(operation.seq_id, after, queued, accepted_at)
         tokens = None if queued.units is None or queued.forward_only else sum(u.tokens for u in queued.units)
         model.habit.asked(tokens, queued.admitted)
+        if tokens is not None:
+            self._anticipation.came(model.habit, queued.admitted)
         self._count(queued, 1)
         owner = queued.subject.owner
         queued.owner_class = owner_class.class_of(owner, self._queued_of, self._queued_of.total())
@@ -347,7 +349,7 @@ class Executor:
             measures.began(operation)
         keys = [(operation.model_id, operation.seq_id) for operation in operations]
         self._crashes.begin(keys)
-        self._anticipation.ends()
+        self._anticipation.begins()
         began = time.monotonic()
         try:
             rows: list[RowResult] = await self._world.call(RunPass(plan))
@@ -358,6 +360,7 @@ class Executor:
         measures.passed(operations, plan, computed, began)
         if shared:
             self._anticipation.passed(sum(computed), time.monotonic() - began)
+        self._anticipation.ended(time.monotonic())
         await failpoints.reach("trainer.before_pass_reply")
         self._crashes.end(keys)
         for row in rows:

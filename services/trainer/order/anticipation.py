@@ -2,10 +2,11 @@
 
 Several models that train in small steps, each waiting for its own, otherwise miss each other for ever:
 whoever comes first has a pass of its own, the others come meanwhile and have the next one. A small pass takes
-hardly less time than one with the work of all of them.
+hardly less time than one with the work of all of them. So do models of one program that begin at once.
 
 Invariants: a pass waits at most a fraction of what such a pass takes, and only for models that came back as
-soon as that after one of their last two steps; a model that stays away is waited for once. Pure: no clock, no
+soon as that after one of their last two steps, or after a rest for as long as batches come one upon the other
+where they did so after one of the last rests; a model that stays away is waited for once. Pure: no clock, no
 I/O.
 
 The idea is anticipatory scheduling (Iyer and Druschel, SOSP 2001): a disk that stands still for a moment, for
@@ -25,8 +26,13 @@ _SMALL = 1 / 8
 """Of what a pass has room for: one with less tokens takes about as long with twice as many."""
 _PATIENCE = 1 / 2
 """Of the time that a small pass takes, which is about what two save that become one."""
-_LATE = 1.5
-"""Who takes so much longer than it ever did of late is waited for no more."""
+_LATE = 3
+"""Who takes so many times as long as it ever did of late is waited for no more. Of several that are answered
+at once the last comes back when all before it have been served."""
+_QUIET = 1 / 4
+"""Of the longest that a pass waits: those who come together after a rest come as soon one after the other."""
+_RESTS = 4
+"""After which it is remembered whether several came together."""
 _TIMES = 4
 """That are remembered of a model: of several that are answered at once each is the first to come back one
 time, and the last another."""
@@ -47,6 +53,11 @@ class Habit:
     tokens: int = 0
     last_s: tuple[float, ...] = ()
     stepped_at: float | None = None
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it has been stepped and has asked for nothing since."""
+        return self.stepped_at is not None
 
     def stepped(self, now: float) -> None:
         """Its step begins or has ended, and it has nothing else to do."""
@@ -74,12 +85,28 @@ class Habit:
 
 
 class Anticipation:
-    """What small passes take, and how long the present one has waited."""
+    """What small passes take, how long the present one has waited, and who comes after a rest."""
 
     def __init__(self, limits: Limits) -> None:
         self._small = _SMALL * limits.micro_batches * limits.micro_batch_tokens
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._since: float | None = None
+        self._rests_since: float | None = -math.inf
+        """When the last pass ended; None while one runs."""
+        self._first: tuple[Habit, float] | None = None
+        """Who came first after the last rest, and when."""
+        self._together: deque[bool] = deque(maxlen=_RESTS)
+        """Of the last rests, whether somebody else came soon after the first."""
+        self._newest = -math.inf
+
+    def came(self, who: Habit, now: float) -> None:
+        """A model asks for a batch to train on."""
+        self._newest = now
+        if self._first is not None and now - self._first[1] <= self._most:
+            self._together[-1] |= who is not self._first[0]
+        elif self._rests_since is not None and now - self._rests_since > self._most:
+            self._first = who, now
+            self._together.append(False)
 
     def patience(self, tokens: int, others: Iterable[Habit], now: float) -> float:
         """Seconds for which a pass of so many tokens waits unless something comes; 0 = it begins now.
@@ -89,19 +116,41 @@ class Anticipation:
         """
         if self._since is None:
             self._since = now
-        if len(self._seconds) < _REMEMBERED:
-            return 0.0
-        patience = _PATIENCE * min(self._seconds)
-        end = self._since + patience
-        joining = (habit for habit in others if tokens + habit.tokens <= self._small)
-        awaited = (habit.awaited_until(patience, end) for habit in joining)
+        end = self._since + self._most
+        joining = [habit for habit in others if tokens + habit.tokens <= self._small]
+        awaited = [habit.awaited_until(self._most, end) for habit in joining]
+        if any(habit.is_away for habit in joining) and self._begins_together():
+            awaited.append(min(end, self._newest + _QUIET * self._most))
         return max(0.0, max(awaited, default=now) - now)
 
     def ends(self) -> None:
-        """No pass waits any more: one begins, or there is none."""
+        """No pass waits any more: there is none, or one begins."""
         self._since = None
+
+    def begins(self) -> None:
+        """A pass begins."""
+        self.ends()
+        self._rests_since = None
+
+    def ended(self, now: float) -> None:
+        """A pass has ended."""
+        self._rests_since = now
 
     def passed(self, tokens: int, seconds: float) -> None:
         """A pass that models could share, of so many tokens to train on, took this long."""
         if tokens <= self._small:
             self._seconds.append(seconds)
+
+    @property
+    def _most(self) -> float:
+        """Seconds that a pass waits at most: 0 while it is not known what small ones take."""
+        return _PATIENCE * min(self._seconds) if len(self._seconds) == _REMEMBERED else 0.0
+
+    def _begins_together(self) -> bool:
+        """Whether the pass is the first after a rest, where several came together of late."""
+        return (
+            self._first is not None
+            and self._rests_since is not None
+            and self._first[1] > self._rests_since
+            and any(self._together)
+        )

@@ -1,8 +1,8 @@
 """Which part of an adapter each rank holds and steps, and how ranks put their parts together.
 
 Every rank has an equal run of the flat tensor's elements, filled up with zeros at its end. A part begins
-where vectors of a CPU and 16 bytes of a GPU do, whatever the element type, so that AdamW comes to the same
-bits on parts as on the whole.
+where vectors of a CPU, 16 bytes of a GPU and rows of a norm do, whatever the element type, so that AdamW
+comes to the same bits on parts as on the whole.
 
 Invariant: whatever is not pure here is a collective: all ranks call it, in the same order, with equal shapes.
 What it comes to for one adapter depends on that adapter alone, and so is the same whoever else steps with it.
@@ -20,8 +20,9 @@ from torch import Tensor
 
 from services.trainer.compute.memory.failures import free_cache
 
-_ALIGNED = 16
-"""Elements. AdamW's last few of a tensor, which fill no vector, are rounded otherwise than those before."""
+ROW = 128
+"""Elements that the part of one rank of several is a multiple of. AdamW's last few of a tensor, which fill no
+vector, are rounded otherwise than those before, and a norm is put together from those of rows."""
 
 _AT_ONCE = 2**22
 """Elements of each rank's part that are gathered at once: scratch of rank 0 where the whole has no room."""
@@ -43,7 +44,7 @@ class Part:
     @property
     def elements(self) -> int:
         each = -(-self.size // self.ranks)
-        return each if self.ranks == 1 else -(-each // _ALIGNED) * _ALIGNED
+        return each if self.ranks == 1 else -(-each // ROW) * ROW
 
     @property
     def padded(self) -> int:

@@ -30,7 +30,7 @@ def away(since: float, usual_s: float = 0.02, tokens: int = 16) -> Habit:
 
 def test_a_small_pass_waits_until_the_models_that_were_just_stepped_should_be_back() -> None:
     others = [away(10.0, 0.02), away(10.01, 0.04)]
-    assert anticipation().patience(16, others, 10.02) == pytest.approx(10.01 + 1.5 * 0.04 - 10.02)
+    assert anticipation().patience(16, others, 10.02) == pytest.approx(10.01 + 3 * 0.04 - 10.02)
 
 
 def test_it_waits_no_longer_than_half_of_a_small_pass_in_all() -> None:
@@ -46,7 +46,7 @@ def test_it_waits_no_longer_than_half_of_a_small_pass_in_all() -> None:
 def test_a_model_that_stays_away_is_waited_for_once() -> None:
     gone, waiting = away(10.0), anticipation()
     assert waiting.patience(16, [gone], 10.0) > 0
-    assert waiting.patience(16, [gone], 10.031) == 0.0
+    assert waiting.patience(16, [gone], 10.061) == 0.0
     waiting.ends()
     assert waiting.patience(16, [gone], 11.0) == 0.0
 
@@ -71,21 +71,21 @@ def test_one_pause_is_no_habit_and_two_are() -> None:
     habit = away(10.0)
     habit.asked(16, 13.0)
     habit.stepped(14.0)
-    assert anticipation().patience(16, [habit], 14.0) == pytest.approx(0.03)
+    assert anticipation().patience(16, [habit], 14.0) == pytest.approx(0.06)
     habit.asked(16, 17.0)
     habit.stepped(18.0)
     assert anticipation().patience(16, [habit], 18.0) == 0.0
 
 
 def test_a_model_is_waited_for_as_long_as_it_took_when_it_came_back_last_of_several() -> None:
-    habit = away(10.0, 0.08)
+    habit = away(10.0, 0.06)
     for number in range(3):
         habit.asked(16, 10.02 + number)
         habit.stepped(11.0 + number)
-    assert anticipation().patience(16, [habit], 13.0) == pytest.approx(1.5 * 0.08)
+    assert anticipation().patience(16, [habit], 13.0) == pytest.approx(3 * 0.06)
     habit.asked(16, 13.02)
     habit.stepped(14.0)
-    assert anticipation().patience(16, [habit], 14.0) == pytest.approx(1.5 * 0.02), "that was too long ago"
+    assert anticipation().patience(16, [habit], 14.0) == pytest.approx(3 * 0.02), "that was too long ago"
 
 
 def test_a_model_that_has_come_is_not_waited_for() -> None:
@@ -125,3 +125,70 @@ def test_several_ranks_have_room_for_more_that_is_small() -> None:
     for _ in range(4):
         waiting.passed(512, PASS_S)
     assert waiting.patience(512, [away(10.0, tokens=512)], 10.0) > 0
+
+
+def rest(waiting: Anticipation, now: float, *come: Habit) -> float:
+    """Models come 10 ms one after the other to a trainer that rests, and have a pass; when that has ended."""
+    for number, habit in enumerate(come):
+        waiting.came(habit, now + number * 0.01)
+    waiting.begins()
+    waiting.ended(now + PASS_S)
+    return now + PASS_S
+
+
+def test_after_a_rest_a_pass_waits_while_models_come_one_upon_the_other_as_they_did_before() -> None:
+    waiting, first, second, third = anticipation(), *(away(0.0) for _ in range(3))
+    ended = rest(waiting, 100.0, first, second, third)
+    now = ended + 60.0
+    waiting.came(first, now)
+    assert waiting.patience(16, [second, third], now) == pytest.approx(0.05)
+    waiting.came(second, now + 0.02)
+    assert waiting.patience(32, [third], now + 0.02) == pytest.approx(0.05)
+    assert waiting.patience(32, [third], now + 0.071) == 0.0
+
+
+def test_it_waits_half_of_a_small_pass_at_most_whoever_comes() -> None:
+    waiting, habits = anticipation(), [away(0.0) for _ in range(2)]
+    now = rest(waiting, 100.0, *habits) + 60.0
+    waits = []
+    for number in range(6):
+        waiting.came(away(0.0), now + number * 0.04)
+        waits.append(waiting.patience(16, habits, now + number * 0.04))
+    assert waits == [pytest.approx(wait) for wait in (0.05, 0.05, 0.05, 0.05, 0.04, 0.0)]
+
+
+def test_where_nobody_came_with_the_first_after_the_last_rests_nobody_is_waited_for() -> None:
+    waiting, lone, others = anticipation(), away(0.0), [away(0.0)]
+    now = rest(waiting, 100.0, lone, *others)
+    waits = []
+    for _ in range(5):
+        now += 60.0
+        waiting.came(lone, now)
+        waits.append(waiting.patience(16, others, now))
+        now = rest(waiting, now)
+    assert waits == [pytest.approx(0.05)] * 3 + [0.0, 0.0]
+
+
+def test_a_model_that_asks_twice_does_not_come_together_with_itself() -> None:
+    waiting, lone = anticipation(), away(0.0)
+    now = rest(waiting, 100.0, lone, lone) + 60.0
+    waiting.came(lone, now)
+    assert waiting.patience(16, [away(0.0)], now) == 0.0
+
+
+def test_a_trainer_that_is_busy_waits_for_nobody_who_might_come() -> None:
+    waiting, lone, others = anticipation(), away(0.0), [away(0.0)]
+    ended = rest(waiting, 100.0, lone, *others)
+    waiting.came(lone, ended + 0.1)
+    assert waiting.patience(16, others, ended + 0.1) == 0.0
+
+
+def test_after_a_rest_there_is_nobody_to_wait_for_but_models_that_share_a_small_pass() -> None:
+    waiting, lone, large = anticipation(), away(0.0), away(0.0, tokens=120)
+    now = rest(waiting, 100.0, lone, large) + 60.0
+    waiting.came(lone, now)
+    assert waiting.patience(16, [large], now) == 0.0
+    large.tokens = 16
+    assert waiting.patience(16, [large], now) > 0.0
+    large.asked(16, now)
+    assert waiting.patience(16, [large], now) == 0.0, "it has come"
