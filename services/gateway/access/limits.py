@@ -194,6 +194,11 @@ LONG_POLL_SECONDS = 40.0
 # The same of retrieve_futures.
 COMPLETIONS_POLL_SECONDS = 30.0
 
+# Shortest wait of one that finds nothing. With a timeout of 0 the SDK tells which results it has, two times
+# for a sample that it waits for alone, in the way of what its program sends next. While one is held it sends
+# none.
+ACKNOWLEDGING_POLL_SECONDS = 0.05
+
 # Longest wait of one gRPC GetResult call.
 MAX_GET_RESULT_SECONDS = 60.0
 

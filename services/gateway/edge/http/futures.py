@@ -20,7 +20,12 @@ from services.common.contract.ids import parse_request_id
 from services.common.process import redis_errors
 from services.common.process.pools import COMPUTE
 from services.common.telemetry.repeats import Repeats
-from services.gateway.access.limits import COMPLETIONS_POLL_SECONDS, LONG_POLL_SECONDS, THREAD_ABOVE_BYTES
+from services.gateway.access.limits import (
+    ACKNOWLEDGING_POLL_SECONDS,
+    COMPLETIONS_POLL_SECONDS,
+    LONG_POLL_SECONDS,
+    THREAD_ABOVE_BYTES,
+)
 from services.gateway.edge.http.codec import messages, results_out
 from services.gateway.edge.http.routes import Call, Sent, reply
 from services.gateway.records.sample_journal import Completion
@@ -60,8 +65,9 @@ async def _awaited(call: Call) -> tuple[Target, int, float]:
     async with call.read(messages.RetrieveFutures) as body:
         target = Target(body.target.sampling_session_id, body.target.cloned_sampler_id)
         await call.app.free_completions(call.owner, target, body.retrieved_request_ids)
-        most = COMPLETIONS_POLL_SECONDS
-        return target, body.prev_cursor, most if body.timeout is None else min(body.timeout, most)
+        least, most = ACKNOWLEDGING_POLL_SECONDS, COMPLETIONS_POLL_SECONDS
+        seconds = most if body.timeout is None else min(max(body.timeout, least), most)
+        return target, body.prev_cursor, seconds
 
 
 def _completion(found: Completion) -> dict[str, object]:

@@ -14,6 +14,7 @@ import tinker
 
 from services.common.state import keys
 from services.gateway.application import Application
+from services.gateway.edge.http import futures
 from tests.unit.gateway.edges import ALICE, BASE, BOB, Edges, new_model, new_session
 from tinsmith.v1 import results_pb2, sampling_pb2, types_pb2
 
@@ -80,7 +81,7 @@ async def test_a_poll_ends_with_the_first_completion_and_goes_on_from_its_cursor
         assert result["error"] == "too long"
 
 
-async def test_timeout_0_answers_at_once_and_a_longer_one_waits_as_long(edges: Edges) -> None:
+async def test_timeout_0_waits_a_moment_and_a_longer_one_as_long(edges: Edges) -> None:
     async with edges.http() as client:
         session = await sampling_session(client)
         await sample(client, session)
@@ -91,6 +92,40 @@ async def test_timeout_0_answers_at_once_and_a_longer_one_waits_as_long(edges: E
         answer = await poll(client, session, timeout=0.5, prev_cursor=17)
         assert answer.json() == {"completions": [], "cursor": 17}
         assert time.monotonic() - start >= 0.5
+
+
+async def test_a_poll_that_acknowledges_lets_go_at_once_and_tells_what_is_resolved_in_its_moment(
+    edges: Edges, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(futures, "ACKNOWLEDGING_POLL_SECONDS", 30.0)
+    async with edges.http() as client:
+        session = await sampling_session(client)
+        first, second = await sample(client, session, 0), await sample(client, session, 1)
+        await edges.answer_sample(first, RESULT)
+        told = (await poll(client, session, timeout=0)).json()
+        assert [each["request_id"] for each in told["completions"]] == [first]
+        asked = waits_are_noted(monkeypatch)
+        fields = {"prev_cursor": told["cursor"], "retrieved_request_ids": [first]}
+        waiting = asyncio.create_task(poll(client, session, timeout=0, **fields))
+        async with asyncio.timeout(25):
+            await asked.wait()
+            assert 0 < await edges.redis.ttl(f"tinsmith:future:{{{session}}}:0") <= 60
+            assert not waiting.done()
+            await edges.answer_sample(second, RESULT)
+            later = (await waiting).json()
+        assert [each["request_id"] for each in later["completions"]] == [second]
+
+
+def waits_are_noted(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set when a poll begins to wait."""
+    asked, wait_completions = asyncio.Event(), Application.wait_completions
+
+    def waits(*args: Any) -> Any:
+        asked.set()
+        return wait_completions(*args)
+
+    monkeypatch.setattr(Application, "wait_completions", waits)
+    return asked
 
 
 async def test_fetched_results_may_go_and_only_the_targets_own(edges: Edges) -> None:
@@ -115,13 +150,7 @@ async def test_a_poll_that_waits_holds_nothing_of_the_results_that_it_says_were_
         fetched = [f"{session}:{number}" for number in range(1, MANY)]
         # What is remembered of the last requests is remembered after the first poll.
         await poll(client, session, retrieved_request_ids=fetched, timeout=0)
-        asked, wait_completions = asyncio.Event(), Application.wait_completions
-
-        def waits(*args: Any) -> Any:
-            asked.set()
-            return wait_completions(*args)
-
-        monkeypatch.setattr(Application, "wait_completions", waits)
+        asked = waits_are_noted(monkeypatch)
         before = sys.getallocatedblocks()
         waiting = asyncio.create_task(poll(client, session, retrieved_request_ids=fetched, timeout=30))
         async with asyncio.timeout(25):
