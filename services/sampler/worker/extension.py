@@ -45,6 +45,7 @@ from services.sampler.config import REDIS_URL_VARIABLE
 from services.sampler.worker import full_weights, text_models
 from services.sampler.worker.adapters import heads
 from services.sampler.worker.adapters.slots import PackedAdapter
+from services.sampler.worker.cpu import norms
 from services.sampler.worker.gpu import memory
 from services.sampler.worker.jobs import Job, Outcome, Reporter
 from services.sampler.worker.runner import Runner, installed
@@ -53,6 +54,7 @@ from services.sampler.worker.runner import Runner, installed
 text_models.register()
 memory.correct()
 heads.correct()
+norms.apply()
 
 _PEFT_PREFIX = "base_model.model."
 

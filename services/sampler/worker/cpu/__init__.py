@@ -1,4 +1,4 @@
-"""What vLLM computes wrongly on a CPU, corrected.
+"""What vLLM computes wrongly on a CPU, or slower than it could, corrected.
 
 Invariant: each correction is of one fault of vLLM, and a test fails when it is needed no longer.
 
