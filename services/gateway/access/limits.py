@@ -196,7 +196,7 @@ COMPLETIONS_POLL_SECONDS = 30.0
 
 # Shortest wait of one that finds nothing. With a timeout of 0 the SDK tells which results it has, two times
 # for a sample that it waits for alone, in the way of what its program sends next. While one is held it sends
-# none.
+# no other.
 ACKNOWLEDGING_POLL_SECONDS = 0.05
 
 # Longest wait of one gRPC GetResult call.

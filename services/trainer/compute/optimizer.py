@@ -29,7 +29,8 @@ _DEVICE_BLOCK = 2**20
 """Elements whose norm a device takes in float32; those of blocks are put together in float64."""
 
 STEP_BLOCK = 2**22
-"""Elements of a full model that step at once, whose values before are kept to measure the change."""
+"""Elements of a full model that step at once, whose values before are kept to measure the change. Norms are
+taken of as many."""
 
 HOST_BLOCK = 2**17
 """Elements that each thread of a CPU steps at once: they stay in its core's cache, so that to measure the
@@ -265,19 +266,21 @@ def _roots(squares: list[Tensor], ranks: int) -> list[float]:
 def _square_sums(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Sums of the squares of flat tensors, each float64 []; pieces have norms in float32, and no copy."""
     if tensors[0].device.type == "cpu":
-        return [_square_sum(each) for each in tensors]
+        return [
+            torch.stack([_square_sum(block) for block in each.split(STEP_BLOCK)]).sum() for each in tensors
+        ]
     blocks = [values.split(_DEVICE_BLOCK) for values in tensors]
     norms = torch.stack(torch._foreach_norm([block for each in blocks for block in each])).double()
     return [part.square().sum() for part in norms.split([len(each) for each in blocks])]
 
 
 def _square_sum(values: Tensor) -> Tensor:
-    """The sum of the squares of a flat tensor of a CPU, float64 [], to 1e-7 of it. Unlike by a dot product it
+    """The sum of the squares of a flat tensor of a CPU, float64 [], to 1e-6 of it. Unlike by a dot product it
     does not depend on where in memory the tensor begins, and is as near where all values are the same."""
     whole = values.numel() // ROW * ROW
     rows = torch.linalg.vector_norm(values[:whole].view(-1, ROW), dim=1).double()
     found = rows.square().sum() + torch.linalg.vector_norm(values[whole:]).double().square()
-    if _LEAST_SQUARES < float(found) < math.inf:
+    if _LEAST_SQUARES < float(found) < math.inf or not values.any():
         return found
     # The squares may be none that float32 has.
     blocks = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in values.split(_BLOCK)]

@@ -149,8 +149,8 @@ class Executor:
         model.sequence.admit(operation.seq_id, after, queued, accepted_at)
         tokens = None if queued.units is None or queued.forward_only else sum(u.tokens for u in queued.units)
         model.habit.asked(tokens, queued.admitted)
-        if tokens is not None:
-            self._anticipation.came(model.habit, queued.admitted)
+        if tokens is not None and not model.is_full:
+            self._anticipation.came(model.habit, tokens, queued.admitted)
         self._count(queued, 1)
         owner = queued.subject.owner
         queued.owner_class = owner_class.class_of(owner, self._queued_of, self._queued_of.total())

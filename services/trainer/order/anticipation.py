@@ -5,9 +5,9 @@ whoever comes first has a pass of its own, the others come meanwhile and have th
 hardly less time than one with the work of all of them. So do models of one program that begin at once.
 
 Invariants: a pass waits at most a fraction of what such a pass takes, and only for models that came back as
-soon as that after one of their last two steps, or after a rest for as long as batches come one upon the other
-where they did so after one of the last rests; a model that stays away is waited for once. Pure: no clock, no
-I/O.
+soon as that after one of their last two steps, or, after a rest, for those of a company that came together
+after one of the last ones, as long as some of it come one upon the other; a model that stays away is waited
+for once, and with a company a few times. Pure: no clock, no I/O.
 
 The idea is anticipatory scheduling (Iyer and Druschel, SOSP 2001): a disk that stands still for a moment, for
 the next request of the process that it has just answered.
@@ -32,7 +32,7 @@ at once the last comes back when all before it have been served."""
 _QUIET = 1 / 4
 """Of the longest that a pass waits: those who come together after a rest come as soon one after the other."""
 _RESTS = 4
-"""After which it is remembered whether several came together."""
+"""After which it is remembered who came together."""
 _TIMES = 4
 """That are remembered of a model: of several that are answered at once each is the first to come back one
 time, and the last another."""
@@ -40,7 +40,7 @@ _REMEMBERED = 4
 """Small passes, the shortest of which is what they take: others waited for the device, or warmed it up."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Habit:
     """How soon a model asks for its next batch after a step.
 
@@ -53,11 +53,6 @@ class Habit:
     tokens: int = 0
     last_s: tuple[float, ...] = ()
     stepped_at: float | None = None
-
-    @property
-    def is_away(self) -> bool:
-        """Whether it has been stepped and has asked for nothing since."""
-        return self.stepped_at is not None
 
     def stepped(self, now: float) -> None:
         """Its step begins or has ended, and it has nothing else to do."""
@@ -93,20 +88,22 @@ class Anticipation:
         self._since: float | None = None
         self._rests_since: float | None = -math.inf
         """When the last pass ended; None while one runs."""
-        self._first: tuple[Habit, float] | None = None
-        """Who came first after the last rest, and when."""
-        self._together: deque[bool] = deque(maxlen=_RESTS)
-        """Of the last rests, whether somebody else came soon after the first."""
+        self._first_at = -math.inf
+        """When the first came after the last rest."""
+        self._companies: deque[set[Habit]] = deque(maxlen=_RESTS)
+        """Of the last rests, the first to come and those who came soon after."""
         self._newest = -math.inf
 
-    def came(self, who: Habit, now: float) -> None:
-        """A model asks for a batch to train on."""
+    def came(self, who: Habit, tokens: int, now: float) -> None:
+        """A model that could share a pass asks for a batch of so many tokens to train on."""
+        if tokens > self._small:
+            return
         self._newest = now
-        if self._first is not None and now - self._first[1] <= self._most:
-            self._together[-1] |= who is not self._first[0]
+        if self._companies and now - self._first_at <= self._most:
+            self._companies[-1].add(who)
         elif self._rests_since is not None and now - self._rests_since > self._most:
-            self._first = who, now
-            self._together.append(False)
+            self._first_at = now
+            self._companies.append({who})
 
     def patience(self, tokens: int, others: Iterable[Habit], now: float) -> float:
         """Seconds for which a pass of so many tokens waits unless something comes; 0 = it begins now.
@@ -117,9 +114,9 @@ class Anticipation:
         if self._since is None:
             self._since = now
         end = self._since + self._most
-        joining = [habit for habit in others if tokens + habit.tokens <= self._small]
+        joining = (habit for habit in others if tokens + habit.tokens <= self._small)
         awaited = [habit.awaited_until(self._most, end) for habit in joining]
-        if any(habit.is_away for habit in joining) and self._begins_together():
+        if self._is_missing(tokens):
             awaited.append(min(end, self._newest + _QUIET * self._most))
         return max(0.0, max(awaited, default=now) - now)
 
@@ -146,11 +143,11 @@ class Anticipation:
         """Seconds that a pass waits at most: 0 while it is not known what small ones take."""
         return _PATIENCE * min(self._seconds) if len(self._seconds) == _REMEMBERED else 0.0
 
-    def _begins_together(self) -> bool:
-        """Whether the pass is the first after a rest, where several came together of late."""
-        return (
-            self._first is not None
-            and self._rests_since is not None
-            and self._first[1] > self._rests_since
-            and any(self._together)
-        )
+    def _is_missing(self, tokens: int) -> bool:
+        """Whether a pass of so many tokens is the first after a rest, and of those who came together of late
+        with one who has come somebody who fits in has not."""
+        if self._rests_since is None or self._first_at <= self._rests_since:
+            return False
+        come = self._companies[-1]
+        known = set[Habit]().union(*(company for company in self._companies if company & come))
+        return any(tokens + habit.tokens <= self._small for habit in known - come)

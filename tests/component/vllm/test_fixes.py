@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from vllm import ModelRegistry, _custom_ops, ir
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -233,6 +233,10 @@ def test_without_the_correction_the_first_head_is_rotated_alone() -> None:
     assert (queries[0, 1] - expected[0, 1]).abs().max() > 0.1
 
 
+EAGER = CompilationConfig(custom_ops=["all"])
+"""As an engine has it that compiles nothing."""
+
+
 class Normed(NamedTuple):
     """What a norm came to, and vLLM's own way. `kernels`: of vLLM's for CPUs that were called."""
 
@@ -244,14 +248,14 @@ class Normed(NamedTuple):
 def normed(monkeypatch: pytest.MonkeyPatch, *given: torch.Tensor, **made: Any) -> Normed:
     """Numbers, with a residual or without, normed as vLLM's layer of their size does on a CPU."""
     norms.apply()
-    with set_current_vllm_config(VllmConfig()):
-        norm = RMSNorm(given[0].shape[-1], dtype=torch.float32, **made)
+    with set_current_vllm_config(VllmConfig(compilation_config=EAGER)):
+        norm = RMSNorm(given[0].shape[-1], **{"dtype": torch.float32, **made})
     norm.weight.data.uniform_(0.5, 2.0, generator=torch.Generator().manual_seed(2))
     expected = norm.forward_native(*(each.clone() for each in given))
     kernels = {name: Mock(wraps=getattr(torch.ops._C, name)) for name in ("rms_norm", "fused_add_rms_norm")}
     for name, kernel in kernels.items():
         monkeypatch.setattr(torch.ops._C, name, kernel)
-    both = (norm.forward_cpu(*given), expected)
+    both = (norm(*given), expected)
     found, own = (list(each) if isinstance(each, tuple) else [each] for each in both)
     return Normed(found, own, [name for name, kernel in kernels.items() if kernel.called])
 
@@ -289,8 +293,23 @@ def test_norms_of_a_sum_tell_the_sum_too(monkeypatch: pytest.MonkeyPatch) -> Non
         ([NUMBERS], {"var_hidden_size": 64}),
         ([NUMBERS], {"has_weight": False}),
         ([NUMBERS[:, ::2], NUMBERS[:, 1::2]], {}),
+        ([NUMBERS, NUMBERS.T.contiguous().T], {}),
+        ([NUMBERS, NUMBERS.bfloat16()], {}),
+        ([NUMBERS[:, :12].contiguous()], {}),
+        ([NUMBERS[:, :12].contiguous(), NUMBERS[:, 12:24].contiguous()], {}),
+        ([NUMBERS], {"dtype": torch.bfloat16}),
     ],
-    ids=["bfloat16", "part of the variance", "no weight", "a sum of numbers apart"],
+    ids=[
+        "bfloat16",
+        "part of the variance",
+        "no weight",
+        "a sum of numbers apart",
+        "a residual apart",
+        "a residual in bfloat16",
+        "no whole vectors",
+        "a sum of no whole vectors",
+        "a weight in bfloat16",
+    ],
 )
 @pytest.mark.usefixtures("unpatched")
 def test_norms_of_other_kinds_go_vllms_own_way(
@@ -305,6 +324,17 @@ def test_vllm_itself_uses_its_kernels_of_norms_on_no_cpu() -> None:
     current_platform.import_ir_kernels()
     assert not ir.ops.rms_norm.impls["vllm_c"].supported
     assert not ir.ops.fused_add_rms_norm.impls["vllm_c"].supported
+    assert "def forward_cpu" not in inspect.getsource(RMSNorm)
+
+
+def test_a_worker_has_them_in_place_before_it_makes_a_model() -> None:
+    code = (
+        "import services.sampler.worker.extension\n"
+        "from services.sampler.worker.cpu import norms\n"
+        "from vllm.model_executor.layers.layernorm import RMSNorm\n"
+        "assert RMSNorm.forward_cpu is norms._forward"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 def replaced() -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,5 +2,5 @@
 
 Invariant: each correction is of one fault of vLLM, and a test fails when it is needed no longer.
 
-Imported by the room worker, for an engine whose workers are CPUs.
+Imported by the room worker, and in effect where its devices are CPUs.
 """

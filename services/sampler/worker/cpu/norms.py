@@ -4,8 +4,8 @@ It has kernels of them for CPUs, and since its intermediate representation (vllm
 them on GPUs alone: without a compiler each norm is half a dozen of torch's functions, a tenth of a step of a
 small model.
 
-Invariant: the kernels are given what they are for, tensors of float32 whose rows follow one another, and come
-to what vLLM's own way comes to, but for rounding; everything else goes that way.
+Invariant: the kernels are given what they are for, tensors of float32 whose rows follow one another and are
+of whole vectors, and come to what vLLM's own way comes to, but for rounding; everything else goes that way.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.layernorm import RMSNorm
 
+_VECTOR = 8
+"""Elements; the kernels take rows of a multiple of them."""
+
 
 def apply() -> None:
     """Puts the function in place. A layer that was made before keeps the one it has."""
@@ -25,7 +28,7 @@ def apply() -> None:
 def _forward(norm: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """As `RMSNorm.forward_native`; with a residual in place, as that may be too."""
     weight = norm.weight.data
-    plain = norm.has_weight and norm.variance_size_override is None
+    plain = norm.has_weight and norm.variance_size_override is None and not x.shape[-1] % _VECTOR
     if not plain or x.dtype != torch.float32 or weight.dtype != torch.float32:
         return norm.forward_native(x, residual)
     if residual is None:

@@ -65,7 +65,7 @@ def scenario(engine: Engine) -> Report:
     # So that what is large in a model is large here, and a rank's part is of several blocks.
     config.BUCKET = memory.BUCKET = 1 << 12
     optimizer.STEP_BLOCK = memory.STEP_BLOCK = 1 << 14
-    # Beside what is small on a device, a CPU has scratch of 256 KiB for norms.
+    # Beside what is small on a device, a CPU has scratch for norms: of blocks, 256 KiB at most.
     memory._SMALL = (1 << 18) + (1 << 16) + (1 << 12)
     for kind in KINDS:
         measure(engine, player, report, *kind)

@@ -24,8 +24,11 @@ from services.trainer.compute.tenant import LoraTenant
 from tests.component.engine.data import on_all_ranks
 from tests.component.engine.process import run_ranks
 
-HIDDEN = 21
-TARGETS = {"layers.0.self_attn.q_proj": LinearShape(HIDDEN, 37), "layers.0.mlp.up": LinearShape(HIDDEN, 5)}
+HIDDEN = 8 * 21
+TARGETS = {
+    "layers.0.self_attn.q_proj": LinearShape(HIDDEN, 8 * 37),
+    "layers.0.mlp.up": LinearShape(HIDDEN, 8 * 5),
+}
 SPECS = {
     "a": LoraSpec(3, 1),
     "b": LoraSpec(1, 2),
@@ -201,7 +204,7 @@ def scenario(dtype: torch.dtype) -> Report:
 
 def run_rank(directory: Path) -> None:
     # So that snapshots come in several pieces, and not all of one size.
-    parts._AT_ONCE = 50
+    parts._AT_ONCE = 400
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", timeout=TIMEOUT)
     for name, dtype in {"float32": torch.float32, "bfloat16": torch.bfloat16}.items():

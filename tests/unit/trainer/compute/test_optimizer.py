@@ -88,6 +88,20 @@ def test_norms_of_large_tensors_are_as_precise_as_float32() -> None:
     assert of_change == pytest.approx(changed, rel=2e-7)
 
 
+@pytest.mark.parametrize("value", [0.1, 0.3, 1e-3, 7.7e-4, 2 / 3])
+def test_norms_are_as_precise_where_all_values_are_the_same(value: float) -> None:
+    gradient = torch.full((1_000_003,), value)
+    expected = float(gradient.double().norm())
+    of_gradient, of_change, changed = norms(gradient)
+    assert of_gradient == pytest.approx(expected, rel=5e-7)
+    assert of_change == pytest.approx(changed, rel=5e-7)
+
+
+def test_norms_of_nothing_and_of_zeros_are_zero() -> None:
+    assert norms(torch.zeros(0)) == (0.0, 0.0, 0.0)
+    assert norms(torch.zeros(1000)) == (0.0, 0.0, 0.0)
+
+
 @pytest.mark.parametrize("scale", [1e30, 1e-25, 1e-40])
 def test_norms_are_right_of_values_whose_squares_float32_does_not_have(scale: float) -> None:
     gradient = torch.randn(100_003, generator=torch.Generator().manual_seed(2)) * scale

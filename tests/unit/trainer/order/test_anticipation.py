@@ -128,67 +128,85 @@ def test_several_ranks_have_room_for_more_that_is_small() -> None:
 
 
 def rest(waiting: Anticipation, now: float, *come: Habit) -> float:
-    """Models come 10 ms one after the other to a trainer that rests, and have a pass; when that has ended."""
+    """Models come 10 ms one after the other to a trainer that rests, and have a pass; a minute after that."""
     for number, habit in enumerate(come):
-        waiting.came(habit, now + number * 0.01)
+        waiting.came(habit, 16, now + number * 0.01)
     waiting.begins()
     waiting.ended(now + PASS_S)
-    return now + PASS_S
+    return now + PASS_S + 60.0
 
 
-def test_after_a_rest_a_pass_waits_while_models_come_one_upon_the_other_as_they_did_before() -> None:
-    waiting, first, second, third = anticipation(), *(away(0.0) for _ in range(3))
-    ended = rest(waiting, 100.0, first, second, third)
-    now = ended + 60.0
-    waiting.came(first, now)
-    assert waiting.patience(16, [second, third], now) == pytest.approx(0.05)
-    waiting.came(second, now + 0.02)
-    assert waiting.patience(32, [third], now + 0.02) == pytest.approx(0.05)
-    assert waiting.patience(32, [third], now + 0.071) == 0.0
+def come(waiting: Anticipation, habit: Habit, now: float) -> float:
+    """How long a pass waits then for whoever comes after this one."""
+    waiting.came(habit, habit.tokens, now)
+    return waiting.patience(16, [], now)
+
+
+def models(count: int, tokens: int = 16) -> list[Habit]:
+    """That are known by nothing but what they ask for."""
+    return [Habit(tokens) for _ in range(count)]
+
+
+def test_after_a_rest_a_pass_waits_for_those_who_came_together_as_long_as_one_comes_upon_the_other() -> None:
+    waiting, (first, second, third) = anticipation(), models(3)
+    now = rest(waiting, 100.0, first, second, third)
+    assert come(waiting, second, now) == pytest.approx(0.05)
+    assert come(waiting, first, now + 0.02) == pytest.approx(0.05)
+    assert waiting.patience(32, [], now + 0.071) == 0.0
+    waiting.begins()
+    waiting.ended(now + PASS_S)
+    now += 60.0
+    assert come(waiting, third, now) > 0
+    assert come(waiting, second, now + 0.01) > 0
+    assert come(waiting, first, now + 0.02) == 0.0, "nobody is missing"
 
 
 def test_it_waits_half_of_a_small_pass_at_most_whoever_comes() -> None:
-    waiting, habits = anticipation(), [away(0.0) for _ in range(2)]
-    now = rest(waiting, 100.0, *habits) + 60.0
-    waits = []
-    for number in range(6):
-        waiting.came(away(0.0), now + number * 0.04)
-        waits.append(waiting.patience(16, habits, now + number * 0.04))
+    waiting, habits = anticipation(), models(7)
+    now = rest(waiting, 100.0, *habits)
+    waits = [come(waiting, habit, now + number * 0.04) for number, habit in enumerate(habits[:6])]
     assert waits == [pytest.approx(wait) for wait in (0.05, 0.05, 0.05, 0.05, 0.04, 0.0)]
 
 
-def test_where_nobody_came_with_the_first_after_the_last_rests_nobody_is_waited_for() -> None:
-    waiting, lone, others = anticipation(), away(0.0), [away(0.0)]
-    now = rest(waiting, 100.0, lone, *others)
+def test_who_comes_alone_after_one_rest_upon_the_other_waits_for_nobody() -> None:
+    waiting, (lone, other) = anticipation(), models(2)
+    now = rest(waiting, 100.0, lone, other)
     waits = []
-    for _ in range(5):
-        now += 60.0
-        waiting.came(lone, now)
-        waits.append(waiting.patience(16, others, now))
+    for _ in range(6):
+        waits.append(come(waiting, lone, now))
         now = rest(waiting, now)
-    assert waits == [pytest.approx(0.05)] * 3 + [0.0, 0.0]
+    assert waits == [pytest.approx(0.05)] * 3 + [0.0] * 3
+
+
+def test_nobody_is_waited_for_who_did_not_come_with_one_of_those_that_have_come() -> None:
+    waiting, (first, second, apart) = anticipation(), models(3)
+    now = rest(waiting, 100.0, first, second)
+    now = rest(waiting, now, apart)
+    assert come(waiting, apart, now) == 0.0
+    waiting.begins()
+    waiting.ended(now + PASS_S)
+    now += 60.0
+    assert come(waiting, first, now) > 0
+    assert come(waiting, second, now + 0.01) == 0.0
 
 
 def test_a_model_that_asks_twice_does_not_come_together_with_itself() -> None:
-    waiting, lone = anticipation(), away(0.0)
-    now = rest(waiting, 100.0, lone, lone) + 60.0
-    waiting.came(lone, now)
-    assert waiting.patience(16, [away(0.0)], now) == 0.0
+    waiting, (lone,) = anticipation(), models(1)
+    assert come(waiting, lone, rest(waiting, 100.0, lone, lone)) == 0.0
 
 
 def test_a_trainer_that_is_busy_waits_for_nobody_who_might_come() -> None:
-    waiting, lone, others = anticipation(), away(0.0), [away(0.0)]
-    ended = rest(waiting, 100.0, lone, *others)
-    waiting.came(lone, ended + 0.1)
-    assert waiting.patience(16, others, ended + 0.1) == 0.0
+    waiting, (lone, other) = anticipation(), models(2)
+    ended = rest(waiting, 100.0, lone, other) - 60.0
+    assert come(waiting, lone, ended + 0.1) == 0.0
 
 
-def test_after_a_rest_there_is_nobody_to_wait_for_but_models_that_share_a_small_pass() -> None:
-    waiting, lone, large = anticipation(), away(0.0), away(0.0, tokens=120)
-    now = rest(waiting, 100.0, lone, large) + 60.0
-    waiting.came(lone, now)
-    assert waiting.patience(16, [large], now) == 0.0
-    large.tokens = 16
-    assert waiting.patience(16, [large], now) > 0.0
-    large.asked(16, now)
-    assert waiting.patience(16, [large], now) == 0.0, "it has come"
+def test_after_a_rest_only_batches_that_fit_in_one_small_pass_come_together() -> None:
+    waiting, (lone, larger), (large,) = anticipation(), models(2), models(1, tokens=1024)
+    for number, habit in enumerate((lone, larger, large)):
+        waiting.came(habit, habit.tokens, 100.0 + number * 0.01)
+    waiting.begins()
+    waiting.ended(101.0)
+    larger.tokens = 120
+    assert come(waiting, lone, 160.0) == 0.0
+    assert waiting.patience(8, [], 160.0) > 0.0

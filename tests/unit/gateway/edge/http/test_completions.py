@@ -88,7 +88,7 @@ async def test_timeout_0_waits_a_moment_and_a_longer_one_as_long(edges: Edges) -
         start = time.monotonic()
         assert (await poll(client, session, timeout=0)).json() == {"completions": [], "cursor": 0}
         # A poll that waits does for 40 s.
-        assert time.monotonic() - start < 20
+        assert 0.05 <= time.monotonic() - start < 20
         answer = await poll(client, session, timeout=0.5, prev_cursor=17)
         assert answer.json() == {"completions": [], "cursor": 17}
         assert time.monotonic() - start >= 0.5
