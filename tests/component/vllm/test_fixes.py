@@ -255,8 +255,7 @@ def normed(monkeypatch: pytest.MonkeyPatch, *given: torch.Tensor, **made: Any) -
     kernels = {name: Mock(wraps=getattr(torch.ops._C, name)) for name in ("rms_norm", "fused_add_rms_norm")}
     for name, kernel in kernels.items():
         monkeypatch.setattr(torch.ops._C, name, kernel)
-    both = (norm(*given), expected)
-    found, own = (list(each) if isinstance(each, tuple) else [each] for each in both)
+    found, own = (list(each) if isinstance(each, tuple) else [each] for each in (norm(*given), expected))
     return Normed(found, own, [name for name, kernel in kernels.items() if kernel.called])
 
 
