@@ -59,6 +59,28 @@ async def test_models_that_train_in_small_steps_and_began_apart_come_to_share_th
     assert ("a", "b", "c") in [tuple(sorted(models)) for models in passes[:-1]]
 
 
+async def test_models_that_began_together_share_the_first_pass_after_their_next_rests(tmp_path: Path) -> None:
+    trainer = Trainer(Recorded(pass_seconds=0.2), tmp_path, *map(resident, "abc"))
+
+    async def begin(number: int, seq_id: int) -> None:
+        await asyncio.sleep(0.01 * number)
+        passed = await trainer.ask(batch("abc"[number], seq_id))
+        stepped = await trainer.ask(step("abc"[number], seq_id + 1))
+        await asyncio.wait([passed, stepped])
+
+    first: list[tuple[str, ...]] = []
+    async with trainer.executes():
+        # A machine that stands still for a moment takes them apart for some rounds.
+        while len(first) < 20 and ("a", "b", "c") not in first:
+            began = len(trainer.engine.commands)
+            await asyncio.gather(*(begin(number, 2 * len(first) + 1) for number in range(3)))
+            first.append(trainer.engine.commands[began][1])
+            # Longer than a pass waits at most.
+            await asyncio.sleep(0.15)
+    assert first[0] == ("a",)
+    assert first[-1] == ("a", "b", "c")
+
+
 async def test_a_step_without_memory_fails_alone_and_nothing_of_its_model_becomes_durable(
     tmp_path: Path,
 ) -> None:
