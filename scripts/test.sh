@@ -30,7 +30,8 @@ run() {
   shift 2
   echo "== tests/$part"
   OMP_NUM_THREADS=$((cores > processes ? cores / processes : 1)) \
-    env --default-signal=INT .venv/bin/python -m pytest "tests/$part" -m "not long" "$@"
+    env --default-signal=INT .venv/bin/python -m pytest "tests/$part" -m "not long" \
+    --junitxml="$outputs/$part.xml" "$@"
   status=$?
   [ $status -eq 0 ] || echo "tests/$part (exit $status)" >>"$outputs/failed"
 }
@@ -55,6 +56,7 @@ for part in "${whole[@]}"; do
 done
 wait
 if [ -e "$outputs/failed" ]; then
+  .venv/bin/python scripts/failed_tests.py "$outputs"/*.xml
   sed 's/^/FAILED: /' "$outputs/failed"
   exit 1
 fi

@@ -180,7 +180,7 @@ async def test_keys_and_values_that_were_kept_are_found_by_nobody_else_and_those
     if versions != FULL[:2]:
         await bring(stub, newer)
     tokens = prompt(76, 150)
-    wanted = request(tokens, former, seed=4, max_tokens=300, stop=NEVER)
+    wanted = request(tokens, former, seed=4, max_tokens=360, stop=NEVER)
     wanted.moves = wanted.keeps_kv = True
     running = Told(stub, wanted)
     await running.read(40)
@@ -214,13 +214,13 @@ async def test_what_looks_back_goes_on_over_a_change_of_weights_that_keeps_keys_
         await bring(stub, copy)
 
     def asked() -> sampler_pb2.SampleRequest:
-        wanted = request(prompt(78, 12), original, seed=9, max_tokens=300, stop=NEVER)
+        wanted = request(prompt(78, 12), original, seed=9, max_tokens=490, stop=NEVER)
         wanted.moves = wanted.keeps_kv = True
         if field == "penalties":
             wanted.params.frequency_penalty, wanted.params.presence_penalty = 0.5, 0.25
             wanted.params.bad_words.append("ab")
         elif field == "constraint":
-            wanted.constraint.regex = "(ab|ba|a){300}"
+            wanted.constraint.regex = "(ab|ba|a){490}"
             wanted.params.stop.CopyFrom(sampling_pb2.StopCondition(model_eos={}))
         elif field == "stop string":
             wanted.params.stop.CopyFrom(sampling_pb2.StopCondition(strings={"values": ["never in it"]}))
