@@ -42,23 +42,23 @@ QWEN3_8B = {
     "head_dim": 128,
 }
 SMALL = {
-    "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
-"""Of the same family: how many kernels run does not depend on sizes."""
+"""Of the same family: how many kernels run does not depend on sizes, but on the vocabulary's."""
 
 
-def kernel_calls(ranks: Sequence[int]) -> Counter[str]:
+def kernel_calls(ranks: Sequence[int], tokens: int = 1024, vocabulary: int = 64) -> Counter[str]:
     """Kernels of a forward and backward pass over 36 layers by their names, with an adapter of each of these
     ranks, each of other tokens than the next: such ones a CPU multiplies in a loop, and a GPU in one kernel.
     Norms, rotations and attention are written out here, which on CUDA are a kernel or few each. So what
     adapters add is to be seen apart: without ranks there are none, and gradients go down to the embeddings.
+    Logits of many tokens and of a large vocabulary are computed in chunks, each with its own kernels.
     """
-    few, one_more = _kernel_calls(1, tuple(ranks)), _kernel_calls(2, tuple(ranks))
+    few, one_more = (_kernel_calls(layers, tuple(ranks), tokens, vocabulary) for layers in (1, 2))
     return Counter({name: few[name] + (LAYERS - 1) * (calls - few[name]) for name, calls in one_more.items()})
 
 
@@ -77,7 +77,7 @@ def padding(lengths: Sequence[int]) -> int:
     return collate(in_order(rows), "cpu", shared=True).tokens.numel() - sum(lengths)
 
 
-_CALL_TOKENS, _CALL_SEQUENCES, KEPT_TOKENS = 1024, 64, 4096
+_CALL_SEQUENCES, KEPT_TOKENS = 64, 4096
 _NO_KERNELS = {"detach", "_unsafe_view"}
 _NOT_A_CPU = "meta"
 """A device that is no CPU and that torch has in every build: on it the trainer does as on CUDA, but for what
@@ -147,23 +147,24 @@ class _Adapted:
 
 
 @cache
-def _kernel_calls(layers: int, ranks: tuple[int, ...]) -> Counter[str]:
+def _kernel_calls(layers: int, ranks: tuple[int, ...], tokens: int, vocabulary: int) -> Counter[str]:
     register()
-    cut = Sequences.of([_CALL_TOKENS // _CALL_SEQUENCES] * _CALL_SEQUENCES, "cpu")
+    cut = Sequences.of([tokens // _CALL_SEQUENCES] * _CALL_SEQUENCES, "cpu")
     # Of each adapter more tokens than of the one before.
-    ends = [round(_CALL_TOKENS * ((number + 1) / len(ranks)) ** 1.5) for number in range(len(ranks))]
+    ends = [round(tokens * ((number + 1) / len(ranks)) ** 1.5) for number in range(len(ranks))]
     lengths = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = _Adapted(SMALL, layers, set(ranks), checkpointing=False, device=_NOT_A_CPU)
-        segments = [model.segment(tokens, rank) for tokens, rank in zip(lengths, ranks, strict=True)]
-        tokens = torch.zeros(1, _CALL_TOKENS, dtype=torch.int64, device=_NOT_A_CPU)
+        shape = {**SMALL, "vocab_size": vocabulary}
+        model = _Adapted(shape, layers, set(ranks), checkpointing=False, device=_NOT_A_CPU)
+        segments = [model.segment(length, rank) for length, rank in zip(lengths, ranks, strict=True)]
+        ids = torch.zeros(1, tokens, dtype=torch.int64, device=_NOT_A_CPU)
         sequences = replace(
             cut,
             offsets=torch.empty_like(cut.offsets, device=_NOT_A_CPU),
             positions=torch.empty_like(cut.positions, device=_NOT_A_CPU),
         )
         with _Kernels() as kernels, model.router.route(segments):
-            logprobs, _ = model.scorer(tokens, Targets(tokens[0], ((_CALL_TOKENS, 1),)), sequences)
+            logprobs, _ = model.scorer(ids, Targets(ids[0], ((tokens, 1),)), sequences)
             logprobs.sum().backward()
     return kernels.calls
 

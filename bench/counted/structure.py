@@ -24,8 +24,8 @@ def measure() -> list[Row]:
 
 
 def _kernels() -> Row:
-    many, one = counts.kernel_calls([32] * ADAPTERS), counts.kernel_calls([32])
-    none = counts.kernel_calls([])
+    asked = {"tokens": MICRO_BATCH, "vocabulary": counts.QWEN3_8B["vocab_size"]}
+    none, one, many = (counts.kernel_calls([32] * count, **asked) for count in (0, 1, ADAPTERS))
     return Row(
         f"kernel calls of a pass: {ADAPTERS} adapters / 1 adapter",
         many.total() / one.total(),
@@ -38,6 +38,7 @@ def _kernels() -> Row:
             f"calls_of_{ADAPTERS}": many.total(),
             "of_them_grouped_products": many["_grouped_mm"],
             "layers": counts.LAYERS,
+            **asked,
         },
     )
 

@@ -20,6 +20,7 @@ _SHARED = {
     "--dtype": "dtype",
     "--micro-batch-tokens": "micro_batch_tokens",
     "--activation-checkpointing": "activation_checkpointing",
+    "--activation-checkpointing auto": "keeps_blocks",
     "--max-context": "max_context",
     "--data-dir": "data_dir",
 }

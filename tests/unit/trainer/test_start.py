@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from services.launcher.machine import free_port
 from services.trainer import config
 from services.trainer.compute.base_model import init_distributed
 from services.trainer.server import load
+from services.trainer.world import settings
 from services.trainer.world.channel import Channel, WorldFailure
 from services.trainer.world.launch import launch_command, rank_arguments
 
@@ -213,3 +216,23 @@ def test_an_error_all_ranks_share_is_the_commands() -> None:
 def test_a_world_whose_ranks_disagree_is_given_up(mine: TinsmithError | None, theirs: str) -> None:
     with pytest.raises(WorldFailure):
         TwoRanks(theirs).agree(mine)
+
+
+def test_ranks_of_which_some_keep_activations_find_that_out_before_they_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = replace(config.parse(FLAGS), activation_checkpointing=True)
+    ranks = [replace(one, keeps_blocks=keeps) for keeps in (False, True)]
+    told: list[list[int]] = []
+
+    def least(mine: Sequence[int], _device: str) -> list[int]:
+        told.append(list(mine))
+        return list(mine)
+
+    monkeypatch.setattr(settings, "least", least)
+    for rank in ranks:
+        settings.check_same(rank)
+    of_all = iter([[min(each) for each in zip(*told[first::2], strict=True)] for first in (0, 1)])
+    monkeypatch.setattr(settings, "least", lambda *_: next(of_all))
+    with pytest.raises(InvalidRequest, match="--activation-checkpointing auto: not the same on all ranks"):
+        settings.check_same(ranks[0])

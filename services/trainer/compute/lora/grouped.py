@@ -30,7 +30,7 @@ class _Adapted(torch.autograd.Function):
         ctx: Any, output: Tensor, x: Tensor, _anchor: Tensor, stack: Stack, name: str, cut: Cut
     ) -> Tensor:
         flat, made = x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1])
-        a, b = stack.matrices(f"{name}.lora_A"), stack.matrices(f"{name}.lora_B")
+        a, b = _matrices(stack, name, cut)
         low = product(flat, a.transpose(1, 2), cut.groups)
         # One number for all tokens goes into a product; others are multiplied here.
         scale = cut.scale
@@ -48,16 +48,17 @@ class _Adapted(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x, low = ctx.saved_tensors
-        stack, name, groups, scale = ctx.stack, ctx.name, ctx.cut.groups, ctx.cut.scale
+        stack, name, cut = ctx.stack, ctx.name, ctx.cut
+        a, b = _matrices(stack, name, cut)
         # A sum's gradient is one number seen everywhere, which a kernel does not take for a matrix.
         above = grad.reshape(-1, grad.shape[-1]).to(x.dtype).contiguous()
         flat = x.reshape(-1, x.shape[-1])
-        inner = scaled(product(above, stack.matrices(f"{name}.lora_B"), groups), scale)
-        stack.accumulate(f"{name}.lora_B", above, low, groups, ctx.left)
-        stack.accumulate(f"{name}.lora_A", inner, flat, groups)
+        inner = scaled(product(above, b, cut.groups), cut.scale)
+        stack.accumulate(f"{name}.lora_B", above, low, cut.groups, ctx.left, cut.adapters)
+        stack.accumulate(f"{name}.lora_A", inner, flat, cut.groups, some=cut.adapters)
         below = None
         if ctx.needs_input_grad[1]:
-            below = product(inner, stack.matrices(f"{name}.lora_A"), groups).view_as(x)
+            below = product(inner, a, cut.groups).view_as(x)
         return grad, below, None, None, None, None
 
 
@@ -141,6 +142,11 @@ class LoraRouter:
         given = x.numel() // x.shape[-1]
         if given != stack.tokens:
             raise RuntimeError(f"{name} was given {given} tokens of a batch of {stack.tokens}")
+
+
+def _matrices(stack: Stack, name: str, cut: Cut) -> tuple[Tensor, Tensor]:
+    """A and B of each adapter that has tokens."""
+    return stack.matrices(f"{name}.lora_A")[cut.adapters], stack.matrices(f"{name}.lora_B")[cut.adapters]
 
 
 def _adapted(stack: Stack, name: str, x: Tensor, output: Tensor, cut: Cut) -> Tensor:

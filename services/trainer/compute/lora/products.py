@@ -72,13 +72,15 @@ class Groups:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a run of tokens is shared by the stacked adapters, some of which may have none of it.
+    """How a run of tokens is shared by stacked adapters.
 
     Attributes:
-        groups: the tokens of each adapter.
+        adapters: those from the first to the last that have any of it; of all tokens, and of none, all.
+        groups: the tokens of each of them.
         scale: what each token's update is multiplied by, float32 [tokens, 1], or one number for all.
     """
 
+    adapters: slice
     groups: Groups
     scale: Tensor | float
 

@@ -91,13 +91,19 @@ class Stack:
         all_ends = accumulate(segment.tokens for segment in self._segments)
         within = [min(max(end, start), stop) - start for end in all_ends]
         tokens = tuple(end - begin for begin, end in zip([0, *within], within, strict=False))
-        scales = [segment.adapter.scale for segment in self._segments]
+        present = [number for number, count in enumerate(tokens) if count]
+        if not present or stop - start == self.tokens:
+            present = [0, len(tokens) - 1]
+        some = slice(present[0], present[-1] + 1)
+        scales = [segment.adapter.scale for segment in self._segments[some]]
         scale: Tensor | float = scales[0]
         if len(set(scales)) > 1:
-            each = torch.tensor(scales).repeat_interleave(torch.tensor(tokens), output_size=stop - start)
+            each = torch.tensor(scales).repeat_interleave(
+                torch.tensor(tokens[some]), output_size=stop - start
+            )
             scale = on_device(each, str(self._device))[:, None]
-        ends = on_device(torch.tensor(within, dtype=torch.int32), str(self._device))
-        return Cut(Groups(ends, tokens), scale)
+        ends = on_device(torch.tensor(within[some], dtype=torch.int32), str(self._device))
+        return Cut(some, Groups(ends, tokens[some]), scale)
 
     @cached_property
     def owners(self) -> Tensor:
@@ -124,16 +130,28 @@ class Stack:
                 found = found.transpose(0, 1).flatten(0, 1)
         return found
 
-    def accumulate(self, key: str, left: Tensor, right: Tensor, groups: Groups, scale: float = 1.0) -> None:
+    def accumulate(
+        self,
+        key: str,
+        left: Tensor,
+        right: Tensor,
+        groups: Groups,
+        scale: float = 1.0,
+        some: slice = slice(None),
+    ) -> None:
         """Adds scale left^T right of each group's rows to the gradient of its matrix; groups as in
-        `matrices`."""
+        `matrices`, of some of them."""
         gradient = self._sums.get(key)
         if gradient is None:
             assert self._gradients is not None
             gradient = matrix(self._gradients, self._layout[key])
             gradient = gradient if gradient.dim() == 3 else gradient.transpose(0, 1)
             self._sums[key] = gradient
-        add_outer(gradient, left, right, groups, scale, self._first(key))
+        first, mine = self._first(key), gradient[some]
+        if first and len(mine) < len(gradient):
+            gradient.zero_()
+            first = False
+        add_outer(mine, left, right, groups, scale, first)
 
     def product(self, key: str, x: Tensor, groups: Groups, scale: Tensor | float = 1.0) -> Tensor:
         """Rows x [rows, in] times scale and the transposed matrix of each row's group: [rows, out]."""

@@ -1,5 +1,6 @@
 """The chunked log-probability head gives what a full log-softmax gives."""
 
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from services.trainer.compute.logprobs import LogprobHead, Targets, selective_lo
 from services.trainer.compute.lora.adapter import HEAD, Adapter, LinearShape
 from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.lora.stack import Segment
+from services.trainer.compute.memory.buffers import FlatBuffers
 
 HIDDEN, VOCAB, POSITIONS = 16, 50, 23
 
@@ -72,6 +74,13 @@ def test_a_head_of_bfloat16_never_rounds_a_logit(biased: bool, monkeypatch: pyte
         torch.testing.assert_close(found.double(), wants, rtol=0.02, atol=0.02 * float(wants.abs().max()))
 
 
+class Used(FlatBuffers):
+    """What was in them before counts nowhere."""
+
+    def take(self, elements: int, device: str | torch.device) -> torch.Tensor:
+        return super().take(elements, device).fill_(math.nan)
+
+
 def adapter(rank: int, seed: int, name: str = HEAD) -> Adapter:
     made = Adapter(LoraSpec(rank), {name: LinearShape(HIDDEN, VOCAB)}, "m", "cpu", HIDDEN)
     made.flat.normal_(std=0.2, generator=torch.Generator().manual_seed(seed))
@@ -81,7 +90,7 @@ def adapter(rank: int, seed: int, name: str = HEAD) -> Adapter:
 @pytest.mark.parametrize("chunk_positions", [1, 4, 10, 1000])
 def test_the_head_equals_a_plain_head_with_each_segments_adapter(chunk_positions: int) -> None:
     linear = nn.Linear(HIDDEN, VOCAB).requires_grad_(False)
-    router = LoraRouter()
+    router = LoraRouter(Used())
     head = LogprobHead(linear, router, chunk_elements=chunk_positions * VOCAB)
     hidden = torch.randn(POSITIONS, HIDDEN, requires_grad=True)
     # Of three rows, one with five targets a position; chunks end inside of each.
