@@ -76,6 +76,18 @@ class Collated:
         return 0, share.stop - share.start
 
 
+def smaller(rows: Sequence[Row], *, in_halves: bool) -> list[Sequence[Row]]:
+    """What a micro-batch that could not be computed is tried again in: halves, or the rows of each operation
+    by themselves. One part: it is as small as that already."""
+    if in_halves:
+        middle = len(rows) // 2
+        return [part for part in (rows[:middle], rows[middle:]) if part]
+    of_operations: dict[int, list[Row]] = {}
+    for row in rows:
+        of_operations.setdefault(row.op, []).append(row)
+    return list(of_operations.values())
+
+
 def in_order(rows: Iterable[Row]) -> list[Row]:
     """Rows as a batch wants them: by operation and index, critics' last."""
     return sorted(rows, key=lambda row: (TARGETS not in row.loss_inputs, row.op, row.index))

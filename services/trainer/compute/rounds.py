@@ -22,7 +22,14 @@ from services.common.process import failpoints
 from services.trainer.compute.base_model import BaseModel
 from services.trainer.compute.batch_losses import BatchLosses, Leaving
 from services.trainer.compute.blocks.kept import KeptBlocks
-from services.trainer.compute.collate import Collated, collate, computed_tokens, idle_batch, in_order
+from services.trainer.compute.collate import (
+    Collated,
+    collate,
+    computed_tokens,
+    idle_batch,
+    in_order,
+    smaller,
+)
 from services.trainer.compute.data import Failure, Pass, PassOp, Row, RowResult
 from services.trainer.compute.exchange import part_seconds, patience
 from services.trainer.compute.full.model import FullModel
@@ -231,9 +238,10 @@ class Rounds:
         return self._start_or_split(alike, left, ready) if left else []
 
     def _start_or_split(self, alike: _Alike, rows: Sequence[Row], ready: _Ready | None) -> list[Leaving]:
-        """A micro-batch, in halves as long as it does not fit into memory.
+        """A micro-batch, in halves as long as it does not fit into memory, and the rows of each operation by
+        themselves if something else goes wrong with those of several.
 
-        A sequence that does not fit by itself fails its operation, any other error those of all `rows`.
+        A sequence that does not fit by itself fails its operation, and so does any other error of its rows.
 
         Raises:
             Exception: of the device.
@@ -244,27 +252,31 @@ class Rounds:
             if is_of_device(error):
                 raise
             kept_less = is_out_of_memory(error) and self._kept is not None and self._kept.gives_way()
-            if not kept_less and (not is_out_of_memory(error) or len(rows) == 1):
+            parts = [rows] if kept_less else smaller(rows, in_halves=is_out_of_memory(error))
+            if len(parts) > 1:
+                self._note_split(error, rows)
+            elif not kept_less:
                 logger.exception("a micro-batch of %d rows failed", len(rows))
                 failure = failure_of(explained(error, rows))
                 alike.failed.update({row.op: failure for row in rows})
                 return []
         # Only here has the error let go of what the batch had computed.
         free_cache()
-        if kept_less:
-            return self._start_or_split(alike, rows, None)
-        SPLIT.inc()
-        logger.warning(
-            "a micro-batch of %d rows, %d tokens, was refused memory and runs in halves: a smaller "
-            "--micro-batch-tokens would spare the time that it took",
-            len(rows),
-            sum(row.length for row in rows),
-        )
         started = []
-        for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
-            left = alike.left(half)
+        for part in parts:
+            left = alike.left(part)
             started += self._start_or_split(alike, left, None) if left else []
         return started
+
+    @staticmethod
+    def _note_split(error: Exception, rows: Sequence[Row]) -> None:
+        if not is_out_of_memory(error):
+            logger.exception("a micro-batch of %d rows failed, and each operation's run alone", len(rows))
+            return
+        SPLIT.inc()
+        what = f"a micro-batch of {len(rows)} rows, {sum(row.length for row in rows)} tokens"
+        cure = "a smaller --micro-batch-tokens would spare the time that it took"
+        logger.warning("%s, was refused memory and runs in halves: %s", what, cure)
 
     @contextmanager
     def _together(self, alike: _Alike, rows: Sequence[Row], tokens: int) -> Iterator[None]:

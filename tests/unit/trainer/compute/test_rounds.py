@@ -246,6 +246,17 @@ def test_of_an_operation_that_failed_nothing_runs_any_more_and_others_run() -> N
     assert (1, 0) in found and (0, 2) not in found
 
 
+def test_an_error_of_one_operation_is_not_of_those_that_share_its_micro_batch() -> None:
+    whole, rank = Rank(), Rank()
+    rank.base.refuses = lambda tokens: "broken" if tokens in (21, 14) else None
+    whole.run(ROWS[2:3])
+    found, failed = rank.run(ROWS[:3])
+    assert rank.base.scored == [7]
+    assert failed.keys() == {0} and "broken" in failed[0].message
+    assert found.keys() == {(1, 0)}
+    torch.testing.assert_close(rank.gradient(2), whole.gradient(2))
+
+
 def test_an_error_of_the_device_is_no_operations_and_ends_the_pass() -> None:
     rank = Rank()
     rank.base.refuses = lambda tokens: torch.AcceleratorError("CUDA error") if tokens == 9 else None
