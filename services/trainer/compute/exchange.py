@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 
 import msgspec
 import torch
@@ -108,7 +109,7 @@ def exchange(
         if any(head[1 + number] for head in heads)
     }
     failures = {**refused, **failed}
-    payloads = gather_bytes(report, [head[0] for head in heads], device)
+    payloads = gather_bytes(report, [head[0] for head in heads])
     reports = [msgspec.msgpack.decode(data, type=_RankReport) for data in payloads]
     if not reports:
         return failures, []
@@ -126,18 +127,29 @@ def exchange(
     return failures, sorted(collected, key=lambda result: (result.op, result.index))
 
 
-def gather_bytes(payload: bytes, sizes: list[int], device: str) -> list[bytes]:
-    """The payloads of all ranks, of `sizes` bytes, in rank order on rank 0; nothing elsewhere."""
+def gather_bytes(payload: bytes, sizes: list[int]) -> list[bytes]:
+    """The payloads of all ranks, of `sizes` bytes, in rank order on rank 0; nothing elsewhere. They are the
+    host's and go from host to host, also where the ranks compute on CUDA."""
     if dist.get_world_size() == 1:
         return [payload]
-    buffer = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-    buffer[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
+    buffer = torch.zeros(max(sizes), dtype=torch.uint8)
+    buffer[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    group = _of_hosts(dist.group.WORLD)
     if dist.get_rank() != 0:
-        dist.gather(buffer, dst=0)
+        dist.gather(buffer, dst=0, group=group)
         return []
     parts = [torch.empty_like(buffer) for _ in sizes]
-    dist.gather(buffer, parts, dst=0)
-    return [part[:used].cpu().numpy().tobytes() for part, used in zip(parts, sizes, strict=True)]
+    dist.gather(buffer, parts, dst=0, group=group)
+    return [part[:used].numpy().tobytes() for part, used in zip(parts, sizes, strict=True)]
+
+
+@cache
+def _of_hosts(world: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """A group of all ranks of a world that takes tensors of the host."""
+    if dist.get_backend(world) == "gloo":
+        return world
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    return group
 
 
 def _everyones(mine: list[int], work: Pass, device: str) -> list[list[int]]:

@@ -27,7 +27,7 @@ def test_the_rank_on_which_an_operation_failed_says_why(monkeypatch: pytest.Monk
         heads.append(mine)
         return [heads[0], mine]
 
-    def gather(payload: bytes, sizes: list[int], device: str) -> list[bytes]:
+    def gather(payload: bytes, sizes: list[int]) -> list[bytes]:
         sent.append(payload)
         assert sizes == [len(sent[0]), len(payload)]
         return sent if len(sent) == 2 else []
