@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 
 import uvloop
 from redis.exceptions import RedisError
@@ -36,6 +37,9 @@ def main() -> int:
     logs.configure(settings.id, settings.log_format)
     process.setup_process(settings.id, DataDir(settings.data_dir).run)
     os.environ.update(config.engine_environment(settings) | {PARENT: str(os.getpid())})
+    # vLLM leaves its sockets where they are.
+    sockets = tempfile.TemporaryDirectory(prefix="tinsmith-", ignore_cleanup_errors=True)
+    os.environ["VLLM_RPC_BASE_PATH"] = sockets.name
     # A spawned process begins with the main module of the one that started it, but multiprocessing
     # passes over a package's __main__: name it the module to begin with.
     sys.modules["__main__"].__spec__ = importlib.util.find_spec("services.sampler.engine.child")
@@ -46,7 +50,7 @@ def main() -> int:
     from services.sampler import replica
 
     try:
-        with tracing.exported("tinsmith-sampler", settings.id, os.environ):
+        with sockets, tracing.exported("tinsmith-sampler", settings.id, os.environ):
             return uvloop.run(replica.run(settings))
     except (TinsmithError, RedisError) as error:
         log.critical("%s", error)

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import os
 import signal
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -48,6 +50,17 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "untied", tied=False)
 
 
+@pytest.fixture
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of the temporary files of processes that are started within the test."""
+    # A path that is short enough for sockets.
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        yield
+        assert list(Path(directory).iterdir()) == []
+
+
+@pytest.mark.usefixtures("nothing_is_left")
 async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(
     tmp_path: Path, model_dir: Path, redis_url: str
 ) -> None:
