@@ -87,6 +87,8 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
             last = await answer
             yield sampler_pb2.StreamSampleResponse(last=last.response if last else None)
         finally:
+            # The generation may go on for another caller, and tells this stream to its end.
+            stream.close()
             await cancel_all([answer])
 
     async def _generate(self, request: sampler_pb2.SampleRequest, tell: Tell | None = None) -> Answer:

@@ -1,7 +1,7 @@
 """Tokens on their way from the engine to one reader.
 
 Invariant: what was told is read once, in order; what a slow reader has not read is bounded by the sample's
-answer.
+answer. Of a stream whose reader has gone nothing is kept, however long its generation goes on.
 """
 
 from __future__ import annotations
@@ -19,10 +19,17 @@ class TokenStream:
     def __init__(self) -> None:
         self._unread: list[NewTokens] = []
         self._told = asyncio.Event()
+        self._closed = False
 
     def tell(self, new: NewTokens) -> None:
-        self._unread.append(new)
-        self._told.set()
+        if not self._closed:
+            self._unread.append(new)
+            self._told.set()
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        self._closed = True
+        self._unread.clear()
 
     async def until(self, end: asyncio.Future[Any], seconds: float | None) -> AsyncIterator[list[NewTokens]]:
         """What is new, as soon as anything is; nothing (an empty list) every so many seconds; all there is
