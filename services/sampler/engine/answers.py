@@ -7,7 +7,7 @@ anything else is an error.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 from services.common.contract.errors import Internal, InvalidRequest
 from services.common.telemetry.metrics import LONG_S
+from services.sampler.engine.logprobs.kept import KeptLogprobs
 from services.sampler.engine.sampling import (
     Change,
     Constraint,
@@ -161,19 +162,36 @@ def new_tokens(job: SampleJob, made: Made, index: int, start: int) -> list[NewTo
 
 def _tokens(completion: CompletionOutput, topk: int) -> tuple[list[int], list[float], TopkLogprobs | None]:
     tokens = list(completion.token_ids)
-    flat = completion.logprobs
-    if not isinstance(flat, FlatLogprobs):
+    told: Any = completion.logprobs
+    if not topk and isinstance(told, KeptLogprobs):
+        return tokens, _numbers(told, tokens), None
+    if not isinstance(told, FlatLogprobs):
         raise Internal(f"the engine gave no log-probabilities of {len(tokens)} tokens")
-    if not topk and len(flat.logprobs) == len(tokens) and flat.token_ids == tokens:
-        # As most are: to make arrays of a few numbers takes longer than all else about them.
-        check_numbers(flat.logprobs)
-        return tokens, list(flat.logprobs), None
-    ids, logprobs = _rows(flat, len(tokens), topk + 1)
+    ids, logprobs = _rows(told, len(tokens), topk + 1)
     if ids[:, 0].tolist() != tokens:
-        raise Internal("the engine gave log-probabilities of other tokens than it sampled")
+        raise _of_others()
     check_logprobs(logprobs)
     likely = _filled(ids[:, 1:], logprobs[:, 1:]) if topk else None
     return tokens, logprobs[:, 0].tolist(), likely
+
+
+def _numbers(kept: KeptLogprobs, tokens: list[int]) -> list[float]:
+    if len(kept) != len(tokens):
+        raise _of_not_all(len(tokens))
+    if kept.token_ids.tolist() != tokens:
+        raise _of_others()
+    logprobs = kept.logprobs.tolist()
+    # To make numpy's arrays of a few numbers takes longer than all else about them.
+    check_numbers(logprobs)
+    return logprobs
+
+
+def _of_not_all(count: int) -> Internal:
+    return Internal(f"the engine gave log-probabilities for not all of {count} tokens")
+
+
+def _of_others() -> Internal:
+    return Internal("the engine gave log-probabilities of other tokens than it sampled")
 
 
 def _filled(ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]) -> TopkLogprobs:
@@ -200,6 +218,6 @@ def _rows(
                 ids += [token for token, _ in row]
                 logprobs += [logprob for _, logprob in row]
     if len(ids) != count * width:
-        raise Internal(f"the engine gave log-probabilities for not all of {count} tokens")
+        raise _of_not_all(count)
     shape = (count, width)
     return np.array(ids, dtype=np.int32).reshape(shape), np.array(logprobs, dtype=np.float32).reshape(shape)

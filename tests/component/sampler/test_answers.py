@@ -14,7 +14,7 @@ import pytest
 import torch
 from vllm.config.structured_outputs import StructuredOutputsConfig
 from vllm.exceptions import VLLMClientError
-from vllm.logprobs import FlatLogprobs
+from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams as VllmParams
 from vllm.tokenizers import get_tokenizer
@@ -26,6 +26,7 @@ from services.common.contract.matrices import HostMatrix
 from services.common.contract.sample_schema import Scoring
 from services.common.contract.steering import Steering
 from services.sampler.engine.answers import Made, sequence, whole
+from services.sampler.engine.logprobs.kept import KeptLogprobs
 from services.sampler.engine.params import checked, vllm_params
 from services.sampler.engine.sampling import Change, Constraint, Limits, SampleJob, SamplingParams
 from services.sampler.worker.prompt_scores import Buffers, ScorePlan, plan_of
@@ -122,7 +123,7 @@ def test_a_token_without_probability_is_never_drawn_and_a_sure_one_always(by: Lo
     assert (buffers.drawn_ids == sure[:, None].numpy()).all()
 
 
-def output(tokens: list[int], logprobs: FlatLogprobs | None, reason: str | None = "length") -> RequestOutput:
+def output(tokens: list[int], logprobs: Any, reason: str | None = "length") -> RequestOutput:
     completion = CompletionOutput(0, "", tokens, None, logprobs, finish_reason=reason)
     return RequestOutput("r", None, [1], None, [completion], finished=True)
 
@@ -136,8 +137,16 @@ def flat(rows: list[list[tuple[int, float]]]) -> FlatLogprobs:
     return made
 
 
+def kept(places: list[tuple[int, float]]) -> KeptLogprobs:
+    """The same where no likely tokens are asked for."""
+    made = KeptLogprobs()
+    for token, logprob in places:
+        made.append({token: Logprob(logprob)})
+    return made
+
+
 def test_a_sequence_has_a_log_probability_for_every_token() -> None:
-    found = sequence(output([5, 6], flat([[(5, -1.0)], [(6, -2.0)]])).outputs[0], topk=0, changes=MADE)
+    found = sequence(output([5, 6], kept([(5, -1.0), (6, -2.0)])).outputs[0], topk=0, changes=MADE)
     assert (found.tokens, found.logprobs, found.topk) == ([5, 6], [-1.0, -2.0], None)
     rows = [[(5, -1.0), (7, -0.5), (5, -1.0)], [(6, -2.0), (6, -2.0), (8, -3.0)]]
     found = sequence(output([5, 6], flat(rows)).outputs[0], topk=2, changes=MADE)
@@ -151,12 +160,12 @@ def test_a_sequence_has_a_log_probability_for_every_token() -> None:
     ("given", "error"),
     [
         (output([5, 6], None), Internal),
-        (output([5, 6], flat([[(5, -1.0)]])), Internal),
-        (output([5, 6], flat([[(5, -1.0)], [(7, -2.0)]])), Internal),
+        (output([5, 6], kept([(5, -1.0)])), Internal),
+        (output([5, 6], kept([(5, -1.0), (7, -2.0)])), Internal),
         (output([5], flat([[(5, -1.0), (7, -0.5)]])), Internal),
-        (output([5], flat([[(5, -1.0)]]), reason="error"), Internal),
-        (output([5], flat([[(5, -1.0)]]), reason=None), Internal),
-        (output([5], flat([[(5, float("nan"))]])), InvalidRequest),
+        (output([5], kept([(5, -1.0)]), reason="error"), Internal),
+        (output([5], kept([(5, -1.0)]), reason=None), Internal),
+        (output([5], kept([(5, float("nan"))])), InvalidRequest),
     ],
 )
 def test_an_output_that_lacks_something_is_an_error_and_never_a_made_up_number(
@@ -179,14 +188,14 @@ def test_likely_tokens_are_whole_where_outputs_were_joined() -> None:
 
 
 def test_a_constraint_that_no_grammar_can_be_made_of_is_the_requests_fault() -> None:
-    ended = [Made(output([], flat([]), "error"), MADE)]
+    ended = [Made(output([], kept([]), "error"), MADE)]
     plan = plan_of(Scoring(), 4, seed=0, temperature=1.0)
     job = SampleJob("r", None, [1, 2, 3, 4], 1, SamplingParams(), constraint=Constraint("json_schema", "{}"))
     with pytest.raises(InvalidRequest) as refused:
         whole(job, plan, ended)
     assert refused.value.code == "constraint_too_large"
     with pytest.raises(InvalidRequest, match=r"at token 2 .* no token goes on with") as refused:
-        whole(job, plan, [Made(output([7, 0], flat([[(7, -1.0)], [(0, -9.0)]]), "error"), MADE)])
+        whole(job, plan, [Made(output([7, 0], kept([(7, -1.0), (0, -9.0)]), "error"), MADE)])
     assert refused.value.code == "constraint_dead_end"
     free = SampleJob("r", None, [1, 2, 3, 4], 1, SamplingParams())
     with pytest.raises(Internal):

@@ -116,7 +116,7 @@ def test_each_token_arrives_with_its_number_whatever_is_given_up_or_aborted(
     for name, of in engine.kept.items():
         assert len(engine.made[name]) == TOKENS
         width = 1 + engine.likely[name]
-        assert of.logprobs.token_ids == [token for token in engine.made[name] for _ in range(width)]
+        assert list(of.logprobs.token_ids) == [token for token in engine.made[name] for _ in range(width)]
         start = len(prompts[name])
         expected = [number(name, place) for place in range(start, start + TOKENS) for _ in range(width)]
-        assert of.logprobs.logprobs == expected
+        assert list(of.logprobs.logprobs) == expected

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.logprobs import FlatLogprobs
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.logprobs import LogprobsProcessor
+
+from services.sampler.engine.logprobs.kept import KeptLogprobs
 
 
 class Sampled(list[float]):
@@ -77,7 +78,11 @@ class Processor(LogprobsProcessor):
     @classmethod
     def of(cls, other: LogprobsProcessor) -> Processor:
         """In the place of vLLM's, which has none yet. Makes no text of tokens that have a log-probability."""
-        return cls(**{**vars(other), "tokenizer": None})
+        own = cls(**{**vars(other), "tokenizer": None})
+        if other.num_logprobs == 0:
+            kept: Any = KeptLogprobs()
+            own.logprobs = kept
+        return own
 
     def update_from_output(self, output: EngineCoreOutput) -> None:
         own: Any = output.new_logprobs
@@ -87,16 +92,11 @@ class Processor(LogprobsProcessor):
         super().update_from_output(output)
 
     def _append(self, tokens: list[int], values: Sampled) -> None:
-        """As vLLM does for a single token of each place; its rank, which nobody reads, was not sent. Both are
-        as many (`core.pack`): else it would raise in vLLM's output handler, which ends the replica."""
-        flat: Any = self.logprobs
-        assert isinstance(flat, FlatLogprobs) and self.cumulative_logprob is not None
+        """Both are as many (`core.pack`): else it would raise in vLLM's output handler, which ends the
+        replica."""
+        kept: Any = self.logprobs
+        assert isinstance(kept, KeptLogprobs) and self.cumulative_logprob is not None
         for token, value in zip(tokens, values, strict=True):
-            end = len(flat.logprobs)
-            flat.start_indices.append(end)
-            flat.end_indices.append(end + 1)
-            flat.token_ids.append(token)
-            flat.logprobs.append(value)
-            flat.ranks.append(None)
-            flat.decoded_tokens.append(None)
+            kept.token_ids.append(token)
+            kept.logprobs.append(value)
             self.cumulative_logprob += value

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +15,16 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from services.common.contract.errors import Internal, InvalidRequest
 from services.sampler import convert
 from services.sampler.engine import answers
+from services.sampler.engine.logprobs.kept import KeptLogprobs
 from services.sampler.engine.sampling import Change, SampleJob, SampleOutput, SamplingParams
 from services.sampler.worker.prompt_scores import plan_of
 
 
 def completion(tokens: Sequence[int], ids: list[int], logprobs: list[float], width: int) -> CompletionOutput:
     """Of each position `width` tokens with their log-probabilities, the sampled one first."""
+    if width == 1:
+        kept: Any = KeptLogprobs(array("i", ids), array("f", logprobs))
+        return CompletionOutput(0, "", tokens, None, kept, finish_reason="length")
     starts = list(range(0, len(ids), width))
     flat = FlatLogprobs(
         start_indices=starts,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from services.sampler.engine.calls import asked
 from services.sampler.engine.logprobs.front import unpack
+from services.sampler.engine.logprobs.kept import KeptLogprobs
 
 
 class Llm:
@@ -63,9 +65,7 @@ class Llm:
 
 
 def made(*tokens: int, finished: bool = False) -> RequestOutput:
-    logprobs = FlatLogprobs()
-    for token in tokens:
-        logprobs.append_fast([token], [-0.5], [1], [None])  # type: ignore[arg-type]
+    logprobs: Any = KeptLogprobs(array("i", tokens), array("f", [-0.5] * len(tokens)))
     completion = CompletionOutput(0, "", list(tokens), None, logprobs, "length" if finished else None)
     return RequestOutput("name", None, [1], None, [completion], finished)
 
@@ -87,7 +87,8 @@ async def test_outputs_of_a_stream_are_told_as_they_come_and_are_one_in_the_end(
         await asyncio.sleep(0.01)
     whole = (await asking).outputs[0]
     assert told == [([5, 6], 0), ([7], 2), ([8], 3)]
-    assert (whole.token_ids, isinstance(whole.logprobs, FlatLogprobs)) == ([5, 6, 7, 8], True)
+    kept: Any = whole.logprobs
+    assert whole.token_ids == list(kept.token_ids) == [5, 6, 7, 8]
     assert llm.aborted == []
 
 
@@ -116,9 +117,10 @@ async def test_text_is_made_to_find_stop_strings_and_of_no_token_that_has_a_log_
     assert found.logprobs.decoded_tokens == [None] * 4
 
 
+@pytest.mark.parametrize("reads", ["each step", "at the end"])
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
 async def test_numbers_of_a_steps_array_end_with_the_stop_string_as_their_tokens_do(
-    kind: RequestOutputKind,
+    kind: RequestOutputKind, reads: str
 ) -> None:
     llm, told = Llm(), []  # type: ignore[var-annotated]
     asked_for(llm, 0, kind)
@@ -133,15 +135,16 @@ async def test_numbers_of_a_steps_array_end_with_the_stop_string_as_their_tokens
         outputs[0].new_logprobs = LogprobsLists(np.empty(0, np.int32), numbers, counts)
         unpack(outputs)
         llm.output_processor.process_outputs(outputs)
-        await asyncio.sleep(0.01)
+        if reads == "each step":
+            await asyncio.sleep(0.01)
     found = (await asking).outputs[0]
     assert (found.token_ids, found.finish_reason) == ([1, 0, 1, 1, 2], "stop")
-    assert isinstance(found.logprobs, FlatLogprobs)
-    assert found.logprobs.token_ids == found.token_ids
-    assert found.logprobs.logprobs == [-token / 8 for token in found.token_ids]
-    assert found.cumulative_logprob == sum(found.logprobs.logprobs)
-    streamed = [([1], 0), ([0, 1], 1), ([1, 2], 3)]
-    assert told == (streamed if kind is RequestOutputKind.DELTA else [([1, 0, 1, 1, 2], 0)])
+    kept: Any = found.logprobs
+    assert list(kept.token_ids) == found.token_ids
+    assert list(kept.logprobs) == [-token / 8 for token in found.token_ids]
+    assert found.cumulative_logprob == sum(kept.logprobs)
+    steps = kind is RequestOutputKind.DELTA and reads == "each step"
+    assert told == ([([1], 0), ([0, 1], 1), ([1, 2], 3)] if steps else [([1, 0, 1, 1, 2], 0)])
 
 
 async def test_a_caller_that_is_cancelled_leaves_nothing_in_the_engine() -> None:

@@ -4,6 +4,7 @@ after it."""
 from __future__ import annotations
 
 import ast
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -109,8 +110,12 @@ def kept(output: EngineCoreOutput, likely: int = 0) -> tuple[list[int], list[flo
     """What the front end has of an output."""
     of = processor(likely)
     of.update_from_output(output)
-    assert isinstance(of.logprobs, FlatLogprobs)
-    return of.logprobs.token_ids, of.logprobs.logprobs
+    return places(of.logprobs)
+
+
+def places(told: Any) -> tuple[list[int], list[float]]:
+    """What is kept of all places, wherever."""
+    return list(told.token_ids), list(told.logprobs)
 
 
 def alone(tokens: list[int]) -> tuple[list[int], list[float]]:
@@ -240,14 +245,31 @@ def test_a_sequence_keeps_what_came_by_either_way_and_all_else_that_came() -> No
     of.update_from_output(EngineCoreOutput("one", [5], new_logprobs=own))
     of.update_from_output(EngineCoreOutput("one", []))
     of.update_from_output(received(stepped({"one": Asked([6])}))[0])
-    assert isinstance(of.logprobs, FlatLogprobs)
-    assert (of.logprobs.token_ids, of.logprobs.logprobs) == alone([3, 4, 5, 6])
+    assert places(of.logprobs) == alone([3, 4, 5, 6])
     assert of.cumulative_logprob == sum(map(number, (3, 4, 5, 6)))
     assert of.pop_prompt_token_id_logprobs() == [[-7.0]]
     # As the outputs of a stream have it, and as those are one again.
-    joined = of.logprobs[:1]
-    joined.extend(of.logprobs[-3:])
-    assert (joined.token_ids, joined.logprobs, len(joined)) == (*alone([3, 4, 5, 6]), 4)
+    kept: Any = of.logprobs
+    joined = kept[:1]
+    joined.extend(kept[-3:])
+    assert (*places(joined), len(joined)) == (*alone([3, 4, 5, 6]), 4)
+    assert (*places(kept), len(kept), len(kept[:0])) == (*alone([3, 4, 5, 6]), 4, 0)
+
+
+def test_a_token_of_a_sequence_that_goes_on_takes_a_few_bytes() -> None:
+    count = 20000
+    outputs = [EngineCoreOutput("one", [token]) for token in range(count)]
+    of = processor()
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for token, output in enumerate(outputs):
+        own: Any = front.Sampled([number(token)])
+        output.new_logprobs = own
+        of.update_from_output(output)
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert of.logprobs is not None and len(of.logprobs) == count
+    assert taken < 12 * count
 
 
 async def test_a_front_end_hands_an_output_out_when_it_has_its_numbers() -> None:
@@ -298,6 +320,15 @@ def test_what_stands_in_vllms_place_takes_what_vllm_gives_it(
     assert [ast.unparse(each) for each in calls if not fits(each, takes)] == []
 
 
+def test_what_stands_for_vllms_rows_is_asked_for_what_it_has_and_no_more() -> None:
+    asked = written("vllm.outputs").taken_of("completion.logprobs")
+    asked |= written("vllm.logprobs").taken_of("request_logprobs")
+    # The other one is of FlatLogprobs.
+    assert asked == {"extend", "append", "append_fast"}
+    has = written(OURS + "kept").members("KeptLogprobs")
+    assert {"extend", "append", "__len__", "__getitem__"} <= has
+
+
 def test_vllm_reads_nothing_else_of_what_stands_in_its_place() -> None:
     assert written(SCHEDULER).taken_of("logprobs") == {"slice_request"}
     assert written(PROCESSOR).taken_of("output.new_logprobs") == {"slice_request"}
@@ -310,11 +341,11 @@ def test_vllm_reads_nothing_else_of_what_stands_in_its_place() -> None:
         (SCHEDULER, "Scheduler", ["requests", "update_from_output"]),
         ("vllm.v1.outputs", "ModelRunnerOutput", ["req_ids", "logprobs"]),
         ("vllm.v1.engine", "EngineCoreOutput", ["request_id", "new_token_ids", "new_logprobs"]),
-        ("vllm.v1.engine.logprobs", "LogprobsProcessor", ["tokenizer", "logprobs", "cumulative_logprob"]),
         (
-            *("vllm.logprobs", "FlatLogprobs"),
-            ["start_indices", "end_indices", "token_ids", "logprobs", "ranks", "decoded_tokens"],
+            *("vllm.v1.engine.logprobs", "LogprobsProcessor"),
+            ["tokenizer", "num_logprobs", "logprobs", "cumulative_logprob"],
         ),
+        ("vllm.logprobs", "FlatLogprobs", ["start_indices", "end_indices", "token_ids", "logprobs"]),
     ],
 )
 def test_vllms_objects_have_what_they_are_asked_for(module: str, kind: str, names: list[str]) -> None:
