@@ -30,7 +30,7 @@ GATEWAY_SAMPLES = 65_536
 ACCEPTANCE_S = 60.0
 """What was put on a list and is not accepted so long after is taken off it."""
 
-_COMPLETIONS = 4096
+MOST_COMPLETIONS = 4096
 _WATCHED = 64
 """Most completions of one answer, and of one whose reader may be slow."""
 _AT_ONCE = 256
@@ -287,9 +287,10 @@ class SampleJournal:
         """Completions of one client after a cursor (0 = from the beginning), and the cursor of the last.
 
         Args:
-            forgets: what is at or before the cursor counts as seen, and is forgotten.
+            forgets: what is at or before the cursor counts as seen, and is forgotten; up to
+                MOST_COMPLETIONS are told at once.
         """
-        seen, most = (cursor, _COMPLETIONS) if forgets else (0, _WATCHED)
+        seen, most = (cursor, MOST_COMPLETIONS) if forgets else (0, _WATCHED)
         flat = await self._completions([keys.completions(sampling_session_id, clone)], cursor, most, seen)
         pairs = zip(flat[::2], flat[1::2], strict=True)
         found = [_completion(sampling_session_id, member, int(float(at))) for member, at in pairs]

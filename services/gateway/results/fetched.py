@@ -78,6 +78,8 @@ class FetchedResults:
                 names += [future, keys.completions(object_id, clone) if sample else future]
                 numbers.append(str(seq_id) if sample else "")
             await self._shorten([*names, *ACCOUNT], seconds, *numbers)
+        if seconds <= self._room.limits.fetched_life:
+            self._noted.difference_update(written)
 
     async def _flush(self) -> None:
         noted, self._noted = self._noted, set()

@@ -1,8 +1,9 @@
 """Waiting for any sample of a sampling client, with one poll for all of them.
 
 Invariant: as in `futures`, a waiter first is listed and then looks; when the subscription was interrupted
-every waiter looks again. A completion is told until a poll names a cursor at or after it, or its result was
-fetched; so an answer that was lost on its way is told again, by any gateway.
+every waiter looks again. Who was told all that there is need not look before something is resolved, and does
+so now and then all the same. A completion is told at least until a poll names a cursor at or after it, or its
+result was fetched; so an answer that was lost on its way is told again, by any gateway.
 """
 
 from __future__ import annotations
@@ -12,14 +13,20 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cachetools import TTLCache
+
 from services.common.contract import ids
 from services.common.contract.errors import Gone, InvalidRequest
-from services.gateway.records.sample_journal import Completion, SampleJournal
+from services.gateway.records.sample_journal import MOST_COMPLETIONS, Completion, SampleJournal
 from services.gateway.results.fetched import FetchedResults
 from services.gateway.results.futures import Futures
 
 _FETCHED_S = 60
 """A result that its client says it has may be asked for so much longer."""
+
+_TOLD_S = 30.0
+_MOST_TOLD = 10_000
+"""For so long, and of so many clients, it is known that they were told all."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,8 @@ class Completions:
         self._futures = futures
         self._fetched = fetched
         self._waiters: defaultdict[Target, set[asyncio.Event]] = defaultdict(set)
+        # After which cursor there was nothing when this looked, and nothing has been resolved since.
+        self._told_to: TTLCache[Target, int] = TTLCache(_MOST_TOLD, _TOLD_S)
         futures.listen(self._wake, self._wake_all)
 
     async def wait(self, target: Target, cursor: int, seconds: float, forgets: bool = True) -> Page:
@@ -62,23 +71,29 @@ class Completions:
         when `futures` drains.
 
         Args:
-            forgets: those at or before the cursor are told no more.
+            forgets: those at or before the cursor need not be told any more.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         changed = asyncio.Event()
         self._waiters[target].add(changed)
+        looks = not forgets or self._told_to.get(target) != cursor
         try:
             while True:
-                changed.clear()
-                found, newest = await self._journal.completions(
-                    target.sampling_session_id, target.clone, cursor, forgets
-                )
-                left = deadline - loop.time()
-                if found or left <= 0 or self._futures.draining:
-                    return Page(found, newest)
+                if looks:
+                    changed.clear()
+                    found, newest = await self._journal.completions(
+                        target.sampling_session_id, target.clone, cursor, forgets
+                    )
+                    if len(found) < MOST_COMPLETIONS and forgets and not changed.is_set():
+                        self._told_to[target] = newest
+                    if found or deadline <= loop.time() or self._futures.draining:
+                        return Page(found, newest)
+                looks = True
+                if self._futures.draining:
+                    return Page((), cursor)
                 try:
-                    async with asyncio.timeout(left):
+                    async with asyncio.timeout_at(deadline):
                         await changed.wait()
                 except TimeoutError:
                     return Page((), cursor)
@@ -121,13 +136,16 @@ class Completions:
         await self._fetched.let_go(request_ids, _FETCHED_S)
 
     def _wake(self, request_id: str) -> None:
-        if not self._waiters:
+        if not self._waiters and not self._told_to:
             return
         object_id, seq_id = ids.parse_request_id(request_id)
-        for waiter in self._waiters.get(Target(object_id, seq_id // ids.CLONE_SEQ_IDS), ()):
+        target = Target(object_id, seq_id // ids.CLONE_SEQ_IDS)
+        self._told_to.pop(target, None)
+        for waiter in self._waiters.get(target, ()):
             waiter.set()
 
     def _wake_all(self) -> None:
+        self._told_to.clear()
         for waiters in self._waiters.values():
             for waiter in waiters:
                 waiter.set()

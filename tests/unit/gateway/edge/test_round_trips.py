@@ -28,6 +28,7 @@ METADATA = (("x-api-key", ALICE),)
 SAMPLES = 40
 SCRIPTS = ("accept_sample", "publish_sample", "read_version")
 """The last for inflight sessions."""
+OF_POLLS = ("completions", "shorten")
 A_SECOND = 5 + 1 / TELL_S
 """What there is besides in a second, at most: a session's record, its sign of life, a record of its calls,
 and what gateways tell each other of their load."""
@@ -57,20 +58,49 @@ async def open_session(talks: Talking, store: Any, inflight: bool) -> tuple[str,
 
 def over_http(talks: Talking, opened: str) -> Callable[[int], Awaitable[None]]:
     async def sample(number: int) -> None:
-        asked = {
-            "sampling_session_id": opened,
-            "seq_id": number,
-            "num_samples": 1,
-            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
-            "sampling_params": {"max_tokens": 4},
-        }
         async with client(talks) as http:
-            accepted = await http.post("/api/v1/asample", json=asked)
+            accepted = await http.post("/api/v1/asample", json=asked_of(opened, number))
             told = {"request_id": accepted.json()["request_id"]}
             answer = await http.post("/api/v1/retrieve_future", json=told)
         assert answer.status_code == 200, answer.text
 
     return sample
+
+
+def as_the_sdk(talks: Talking, opened: str) -> Callable[[int], Awaitable[None]]:
+    """As the SDK's poller waits: it acknowledges a cursor at once, and a result when it has that."""
+    target = {"type": "sampling_session", "sampling_session_id": opened, "cloned_sampler_id": 0}
+    cursor = 0
+
+    async def sample(number: int) -> None:
+        nonlocal cursor
+        async with client(talks) as http:
+
+            async def poll(*retrieved: str, **wait: float) -> Any:
+                asked = {"target": target, "prev_cursor": cursor, "retrieved_request_ids": retrieved}
+                return (await http.post("/api/v1/retrieve_futures", json={**asked, **wait})).json()
+
+            accepted = await http.post("/api/v1/asample", json=asked_of(opened, number))
+            told = {"request_id": accepted.json()["request_id"]}
+            page = await poll()
+            assert [one["request_id"] for one in page["completions"]] == [told["request_id"]], page
+            cursor = page["cursor"]
+            fetched = http.post("/api/v1/retrieve_future", json=told)
+            answer, nothing = await asyncio.gather(fetched, poll(timeout=0))
+            assert (answer.status_code, nothing) == (200, {"completions": [], "cursor": cursor})
+            assert await poll(told["request_id"], timeout=0) == nothing
+
+    return sample
+
+
+def asked_of(opened: str, number: int) -> dict[str, Any]:
+    return {
+        "sampling_session_id": opened,
+        "seq_id": number,
+        "num_samples": 1,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+        "sampling_params": {"max_tokens": 4},
+    }
 
 
 def over_grpc(stub: service_pb2_grpc.TinsmithServiceStub, opened: str) -> Callable[[int], Awaitable[None]]:
@@ -90,10 +120,10 @@ def over_grpc(stub: service_pb2_grpc.TinsmithServiceStub, opened: str) -> Callab
     return sample
 
 
-def of_samples(seen: Counter[str], seconds: float) -> dict[str, int]:
+def of_samples(seen: Counter[str], seconds: float, scripts: tuple[str, ...] = SCRIPTS) -> dict[str, int]:
     """How often each script of samples ran. Besides there is what the session costs meanwhile, and nobody
     looks at a result: it is handed to who waits for it."""
-    shas = {hashlib.sha1(_source(name).encode()).hexdigest(): name for name in SCRIPTS}
+    shas = {hashlib.sha1(_source(name).encode()).hexdigest(): name for name in scripts}
     found = {name: seen[words] for words in seen for sha, name in shas.items() if sha in words}
     others = {words: times for words, times in seen.items() if not any(sha in words for sha in shas)}
     assert not any("tinsmith:future" in words for words in others), others
@@ -138,3 +168,28 @@ async def test_a_sample_is_accepted_and_resolved_and_is_no_more_to_redis(
             assert await sampled(2 + SAMPLES) == dict.fromkeys(each, 1)
     finally:
         await server.drain(1)
+
+
+async def test_a_sample_of_the_sdk_is_besides_looked_for_once_and_let_go(talks: Talking) -> None:
+    session_id, opened = await open_session(talks, talks.gateway.stores.sampling_sessions, inflight=False)
+    sample = as_the_sdk(talks, opened)
+
+    async def sampled(number: int) -> dict[str, int]:
+        talks.sampler.gate.clear()
+        began = time.monotonic()
+        with counted(session_id) as seen:
+            asked = asyncio.create_task(sample(number))
+            # Until the sampler has it, and its client polls.
+            while not talks.sampler.waiting:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+            talks.sampler.gate.set()
+            await asked
+        return of_samples(seen, time.monotonic() - began, SCRIPTS + OF_POLLS)
+
+    # What a session costs once: its first poll cannot know what there is.
+    await sampled(1)
+    for number in range(2, 5):
+        # Of what was fetched and not yet acknowledged, all is let go together once a second.
+        assert (found := await sampled(number)).pop("shorten") <= 2
+        assert found == {"accept_sample": 1, "publish_sample": 1, "completions": 1}

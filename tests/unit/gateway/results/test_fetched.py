@@ -11,6 +11,7 @@ from services.common.state import keys
 from services.common.state.room import Room, RoomLimits
 from services.gateway.records.sample_journal import SampleJournal
 from services.gateway.results.fetched import FetchedResults
+from tests.unit.gateway.redis_calls import counted
 from tinsmith.v1 import results_pb2, sampling_pb2
 
 SESSION = ids.sampling_session_id("s", 0)
@@ -55,6 +56,21 @@ async def test_a_result_that_its_client_had_before_it_was_written_goes_once_it_i
         while any(not 0 < life <= 300 for life in (await lives(any_redis))[:2]):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
     await fetched.stop()
+
+
+async def test_a_result_that_its_client_has_acknowledged_is_not_let_go_again(
+    any_redis: redis.asyncio.Redis,
+) -> None:
+    journal, fetched = SampleJournal(any_redis), FetchedResults(any_redis, Room())
+    (request_id,) = await accept(journal, 0)
+    await journal.publish(request_id, result())
+    fetched.note(request_id)
+    await fetched.let_go([request_id], 60)
+    with counted(SESSION) as seen:
+        await fetched.start()
+        await asyncio.sleep(1.5)
+        await fetched.stop()
+    assert not seen
 
 
 async def test_what_was_fetched_is_not_told_as_a_completion_any_more(any_redis: redis.asyncio.Redis) -> None:
