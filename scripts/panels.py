@@ -233,6 +233,11 @@ RUNS: dict[str, list[Panel]] = {
             },
         ),
         (
+            "Copies of models on the host, by where they go",
+            "bytes",
+            {"to {{to}}": now("tinsmith_copy_bytes", "to")},
+        ),
+        (
             "Page-locked memory of the host, by state",
             "bytes",
             {"{{state}}": now("tinsmith_page_locked_bytes", "state", "max")},

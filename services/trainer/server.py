@@ -251,6 +251,12 @@ class _Server:
                 parts.residency.adapters.host.used,
             ),
             metrics.Reading(
+                "copy_bytes",
+                "Memory of the first rank's host for copies of models on their way to samplers or a storage",
+                parts.copies.used,
+                "to",
+            ),
+            metrics.Reading(
                 "page_locked_bytes",
                 "Page-locked memory of the first rank's host, used by copies or kept for the next ones",
                 lambda: {name: getattr(self._engine.page_locked.use(), name) for name in ("used", "kept")},

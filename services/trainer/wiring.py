@@ -15,6 +15,7 @@ from services.common.storage.location import connect
 from services.common.tls.wires import Identity
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.memory.capacity import Capacity
+from services.trainer.compute.memory.machine import copies_memory
 from services.trainer.config import TrainerConfig
 from services.trainer.convert import Target
 from services.trainer.execution.control_ops import ControlOps
@@ -24,6 +25,7 @@ from services.trainer.execution.resident_models import Model
 from services.trainer.execution.states import States, staging_of
 from services.trainer.files.base import Base
 from services.trainer.files.checkpoints import CheckpointStore
+from services.trainer.files.copy_room import CopyRoom
 from services.trainer.files.volume import Volume
 from services.trainer.order.scheduler import Limits
 from services.trainer.publish.broadcast import Broadcaster
@@ -42,6 +44,7 @@ class Trainer:
         states: copies of their states.
         residency: which models are in memory, and their durable snapshots.
         broadcaster: sends weights to samplers.
+        copies: what copies of models on their way out take of the host.
         crashes: what was executing when a predecessor died.
         shortage: the memory that one lacked; `micro_batch_tokens` follow from it.
         servicer: what gateways call.
@@ -87,9 +90,9 @@ class Trainer:
             Journal(client),
             config.max_full_models,
             capacity.adapter_bytes,
-            engine.adapter_bytes,
+            engine.sizes.adapter,
             capacity.adapter_host_bytes,
-            engine.adapter_host_bytes,
+            engine.sizes.adapter_on_host,
             Restores(self.crashes),
         )
         storage = connect(config.checkpoint_store, data)
@@ -109,6 +112,7 @@ class Trainer:
         )
 
         # What executes operations.
+        self.copies = CopyRoom(copies_memory(), engine.sizes.copy)
         control = ControlOps(
             world,
             checkpoints,
@@ -119,6 +123,7 @@ class Trainer:
             self.residency.durable.pointer,
             self.residency.full,
             self.residency.adapters,
+            self.copies,
             config.full_snapshot_steps,
         )
         self.executor = Executor(

@@ -296,7 +296,7 @@ def away(device: str, directory: Path) -> None:
             _run(engine, work((op(name, seq_id), [ce_row(seq_id, 20)])))
             if seq_id == 1:
                 engine.optim_step(name, ADAM)
-    on_host = engine.adapter_host_bytes(LORA)
+    on_host = engine.sizes.adapter_on_host(LORA)
     before = torch.cuda.memory_allocated() if device != "cpu" else on_host
     assert engine.move_adapter("travels", to_host=True)
     after = torch.cuda.memory_allocated() if device != "cpu" else 0

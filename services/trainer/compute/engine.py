@@ -37,17 +37,17 @@ from services.trainer.compute.full.config import FullModelConfig
 from services.trainer.compute.full.model import FullModel
 from services.trainer.compute.full.shards import ShardWriter, Writing
 from services.trainer.compute.lora import away
-from services.trainer.compute.lora.adapter import HEAD, Adapter, LinearShape, largest, select_targets
+from services.trainer.compute.lora.adapter import HEAD, Adapter, select_targets
 from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.lora.snapshot import Snapshot
 from services.trainer.compute.lora.steps import step_adapters
 from services.trainer.compute.memory import page_locked
 from services.trainer.compute.memory.buffers import FlatBuffers
-from services.trainer.compute.memory.capacity import adapter_bytes, adapter_host_bytes
 from services.trainer.compute.memory.failures import NoMemory
 from services.trainer.compute.memory.failures import failure as failure_of
 from services.trainer.compute.memory.page_locked import PageLocked
 from services.trainer.compute.memory.room import taken_everywhere, without_room
+from services.trainer.compute.memory.sizes import ModelSizes
 from services.trainer.compute.memory.use import by_purpose, pass_bytes
 from services.trainer.compute.prefix.trial import attends_to_trees
 from services.trainer.compute.rounds import Rounds
@@ -66,6 +66,7 @@ class Engine:
         pass_room: bytes that the largest pass that is let in takes of it, once that is known; and
             adapter_room: that adapters may take.
         splits: all ranks can compute a sequence together that none holds alone.
+        sizes: what models take.
         routing: how the base model routes tokens, if it computes with experts that it is given; else None.
         page_locked: memory of its host for copies.
         blocks: of the base model, where they compute their activations again in the backward pass.
@@ -128,6 +129,14 @@ class Engine:
             activation_checkpointing,
             sharding,
         )
+        self.sizes = ModelSizes(
+            self._base.linears,
+            self._base.unadapted,
+            self._base.elements,
+            element.itemsize,
+            world_size,
+            on_device=self.device != "cpu",
+        )
         self.pass_room = self.adapter_room = 0
         self._tenants: dict[str, LoraTenant | FullModel] = {}
         self._in_pass = 0
@@ -158,22 +167,6 @@ class Engine:
     def keep_blocks(self, memory: int) -> None:
         """As `Rounds.keep_blocks`."""
         self._rounds.keep_blocks(memory, self.footprint, self.vocab_size)
-
-    def adapter_bytes(self, spec: LoraSpec) -> int:
-        """What an adapter takes of each rank, of all alike; any rank may ask alone.
-
-        Raises:
-            InvalidRequest: as `create_model`.
-        """
-        return adapter_bytes(*self._sizes(spec))
-
-    def adapter_host_bytes(self, spec: LoraSpec) -> int:
-        """What it takes of each rank's host at most while it is there; else as `adapter_bytes`."""
-        return adapter_host_bytes(*self._sizes(spec))
-
-    def largest_adapter(self, rank: int) -> LoraSpec:
-        """The adapter of this rank that trains all that adapters can."""
-        return largest(self._base.linears, rank, self._base.unadapted)
 
     def memory(self, adapters: int) -> dict[str, float]:
         """Bytes of each rank by what they are for, as of the last pass. Anybody may ask, at any time.
@@ -358,17 +351,11 @@ class Engine:
             raise RuntimeError(f"model {model_id} is on the host")
         return found
 
-    def _sizes(self, spec: LoraSpec) -> tuple[dict[str, LinearShape], int, int, int, int]:
-        """What the arithmetic of an adapter's bytes takes."""
-        targets = select_targets(self._base.linears, spec, self._base.unadapted)
-        value_head = self._base.linears[HEAD].in_features if spec.role == "critic" else 0
-        return targets, spec.rank, value_head, self._full.dtype.itemsize, self.world_size
-
     def _room_to_keep(self) -> int:
         """Bytes that passes, with gradients of full models, and adapters may yet take of the device."""
         tenants = self._tenants.values()
         adapters = [each.adapter for each in tenants if isinstance(each, LoraTenant) and each.away is None]
-        held = sum(self.adapter_bytes(adapter.spec) for adapter in adapters)
+        held = sum(self.sizes.adapter(adapter.spec) for adapter in adapters)
         gradients = sum(each.gradient_bytes for each in tenants if isinstance(each, FullModel))
         return self.pass_room + gradients + max(0, self.adapter_room - held)
 

@@ -7,7 +7,8 @@ written in threads beside the engine, so one tenant's disk never stops another's
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 
 from redis.exceptions import RedisError
@@ -33,6 +34,7 @@ from services.trainer.execution.resident_models import Model, Operation, Operati
 from services.trainer.execution.states import States
 from services.trainer.files.base import Base
 from services.trainer.files.checkpoints import CheckpointStore, Files, SavedState
+from services.trainer.files.copy_room import CopyRoom, Way
 from services.trainer.files.export_format import weight_files
 from services.trainer.files.transfers import Transfers
 from services.trainer.publish.publisher import Publisher
@@ -49,7 +51,8 @@ class ControlOps:
     Args:
         changed: told the id of a model whose state is new and should become durable.
         durable: operation in a model's durable snapshot, None when it has none.
-        full: makes room for models that train all weights, `adapters` for adapters.
+        full: makes room for models that train all weights, `adapters` for adapters, `copies` on the host
+            for what is published, saved or exported of either.
         snapshot_steps: optimizer steps between durable snapshots of a full model.
     """
 
@@ -64,6 +67,7 @@ class ControlOps:
         durable: Callable[[str], Awaitable[int | None]],
         full: FullModels,
         adapters: AdapterRoom,
+        copies: CopyRoom,
         snapshot_steps: int,
     ) -> None:
         self._world = world
@@ -75,6 +79,7 @@ class ControlOps:
         self._durable = durable
         self._full = full
         self._adapters = adapters
+        self._copies = copies
         self._snapshot_steps = snapshot_steps
 
     async def run(self, model: Model, operation: Operation, release: Release) -> OperationResult:
@@ -166,16 +171,16 @@ class ControlOps:
 
     async def _save(self, model: Model, seq_id: int, work: Save) -> OperationResult:
         model_id, checkpoint_id = model.model_id, work.checkpoint_id
-        await self._transfers.answers(model_id, checkpoint_id)
-        taken = await self._states.take(model, leave_reserve=True)
-        try:
-            size = await self._transfers.write(
-                model_id,
-                checkpoint_id,
-                lambda store: store.save(model_id, seq_id, checkpoint_id, work.overwrite, taken.state),
-            )
-        finally:
-            await asyncio.to_thread(taken.release)
+        async with self._copy_to_storage(model, checkpoint_id, moments=True):
+            taken = await self._states.take(model, leave_reserve=True)
+            try:
+                size = await self._transfers.write(
+                    model_id,
+                    checkpoint_id,
+                    lambda store: store.save(model_id, seq_id, checkpoint_id, work.overwrite, taken.state),
+                )
+            finally:
+                await asyncio.to_thread(taken.release)
         return convert.saved(model_id, work, size)
 
     async def _load(self, model: Model, seq_id: int, work: Load) -> OperationResult:
@@ -189,18 +194,19 @@ class ControlOps:
         return convert.loaded(work)
 
     async def _publish(self, model: Model, seq_id: int, work: Publish, release: Release) -> OperationResult:
-        await self._publisher.answers()
+        nbytes = self._copies.bytes_of(model.lora, False)
         try:
-            with self._publisher.packing() as pack:
-                async with self._world.snapshot(model.model_id, optimizer=False) as (_, snapshot):
-                    roles.check_samples(snapshot.role)
-                    model.publishing = True
-                    release()
-                    packed = partial(pack, snapshot.lora)
-                    state, cargo = await self._world.beside(lambda: snapshot.unload(packed))
-                published = await self._publisher.publish(
-                    model.model_id, seq_id, state.lora, state.adapter, cargo
-                )
+            async with self._room(self._copies.to_samplers, nbytes, self._publisher.answers):
+                with self._publisher.packing() as pack:
+                    async with self._world.snapshot(model.model_id, optimizer=False) as (_, snapshot):
+                        roles.check_samples(snapshot.role)
+                        model.publishing = True
+                        release()
+                        packed = partial(pack, snapshot.lora)
+                        state, cargo = await self._world.beside(lambda: snapshot.unload(packed))
+                    published = await self._publisher.publish(
+                        model.model_id, seq_id, state.lora, state.adapter, cargo
+                    )
         finally:
             model.publishing = False
         return convert.published(
@@ -209,20 +215,50 @@ class ControlOps:
 
     async def _export(self, model: Model, seq_id: int, work: Export, release: Release) -> OperationResult:
         model_id, checkpoint_id = model.model_id, work.checkpoint_id
-        await self._transfers.answers(model_id, checkpoint_id)
         try:
-            async with self._world.snapshot(model_id, optimizer=False) as (_, snapshot):
-                roles.check_exports(snapshot.role)
-                model.publishing = True
-                release()
-                state = await self._world.beside(snapshot.state)
-            files = self._export_files(state, work)
-            size = await self._transfers.write(
-                model_id, checkpoint_id, lambda store: store.export(model_id, seq_id, checkpoint_id, files)
-            )
+            async with self._copy_to_storage(model, checkpoint_id, moments=False):
+                async with self._world.snapshot(model_id, optimizer=False) as (_, snapshot):
+                    roles.check_exports(snapshot.role)
+                    model.publishing = True
+                    release()
+                    state = await self._world.beside(snapshot.state)
+                files = self._export_files(state, work)
+                size = await self._transfers.write(
+                    model_id,
+                    checkpoint_id,
+                    lambda store: store.export(model_id, seq_id, checkpoint_id, files),
+                )
         finally:
             model.publishing = False
         return convert.exported(model_id, work, size)
+
+    def _copy_to_storage(
+        self, model: Model, checkpoint_id: str, *, moments: bool
+    ) -> AbstractAsyncContextManager[None]:
+        """As `_room`, of a copy that becomes a checkpoint or an export."""
+        nbytes = self._copies.bytes_of(model.lora, moments)
+        answers = partial(self._transfers.answers, model.model_id, checkpoint_id)
+        return self._room(self._copies.to_storage, nbytes, answers)
+
+    @asynccontextmanager
+    async def _room(
+        self, way: Way, nbytes: int, answers: Callable[[], Awaitable[None]]
+    ) -> AsyncIterator[None]:
+        """Within it there is room on the host for a copy, and where that goes answered just before: nothing
+        is copied in vain, nor does what is away keep room.
+
+        Raises:
+            StorageAway: it did not answer.
+            Overloaded: other models' copies stayed on the host for too long.
+        """
+        await answers()
+        if not nbytes:
+            yield
+            return
+        async with way.hold(nbytes) as waited:
+            if waited:
+                await answers()
+            yield
 
     def _export_files(self, state: ModelState, work: Export) -> Files:
         def make() -> Mapping[str, Writer]:

@@ -80,7 +80,7 @@ def find_capacity(
     together = engine.world_size if engine.splits else 1
     mine = capacity(given, found, engine.context_length, engine.vocab_size, micro_batch_tokens, together)
     if not memory and engine.device == "cpu":
-        adapter = engine.adapter_bytes(engine.largest_adapter(MAX_RANK))
+        adapter = engine.sizes.adapter(engine.sizes.largest_adapter(MAX_RANK))
         mine = at_least(mine, min(engine.context_length, micro_batch_tokens), adapter)
     engine.footprint = found
     least = least_of_all(mine, engine.device)
@@ -144,7 +144,7 @@ def token_bytes(engine: Engine, peak: Callable[[Callable[[], None]], int]) -> fl
     least = min(LEAST, many)
     while many >= least:
         few = max(1, min(FEW, many // 2))
-        engine.create_model(MODEL_ID, engine.largest_adapter(rank=8))
+        engine.create_model(MODEL_ID, engine.sizes.largest_adapter(rank=8))
         try:
             # The first time allocates what stays.
             _, less, more = (peak(partial(_run, engine, tokens)) for tokens in (few, few, many))

@@ -20,6 +20,10 @@ OF_THE_MACHINE = 0.75
 OF_THE_HOST = 0.25
 """The same of adapters that are idle, beside ranks that compute on devices."""
 
+OF_COPIES = 1 / 16
+"""The same of copies of models that the first rank has on their way to samplers, and as much again of those
+on their way to a storage."""
+
 
 def ranks_here() -> int:
     """Ranks that share this machine's memory. Of a world on several, its agent says how many it has."""
@@ -47,6 +51,11 @@ def host_memory(given: int | None, device: str) -> int:
             f"{machine_memory() / GIB:.1f} GiB for {ranks_here()} ranks; give less"
         )
     return given
+
+
+def copies_memory() -> int:
+    """What copies that go one way may take of the first rank's host, whatever the device."""
+    return int(machine_memory() * OF_COPIES)
 
 
 def keep_to_share(share: float) -> None:

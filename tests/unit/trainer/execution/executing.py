@@ -21,6 +21,7 @@ from services.trainer.convert import Target
 from services.trainer.execution.control_ops import ControlOps
 from services.trainer.execution.executor import Executor
 from services.trainer.execution.resident_models import Model, OperationResult, new_sequence
+from services.trainer.files.copy_room import CopyRoom
 from services.trainer.order.scheduler import Limits
 from services.trainer.world.channel import Channel
 from services.trainer.world.world import World
@@ -76,7 +77,14 @@ def executor_of(
 ) -> Executor:
     """parts: of `ControlOps`, where they are used."""
     unused = ("checkpoints", "publisher", "base", "states", "durable", "full", "adapters")
-    given = {**dict.fromkeys(unused), "changed": lambda _: None, "snapshot_steps": 1, **parts}
+    copies = CopyRoom(2**40, lambda lora, moments: 1)
+    given = {
+        **dict.fromkeys(unused),
+        "copies": copies,
+        "changed": lambda _: None,
+        "snapshot_steps": 1,
+        **parts,
+    }
     any_world: Any = world
     return Executor(any_world, models, ControlOps(any_world, **given), target, limits, crashes)
 

@@ -41,6 +41,10 @@ class Rank:
     blocks: Blocks | None = None
     footprint: Footprint = field(default_factory=lambda: Footprint(weights=1, token=400, block=200))
 
+    @property
+    def sizes(self) -> Rank:
+        return self
+
     def largest_adapter(self, rank: int) -> LoraSpec:
         return LoraSpec(rank)
 
