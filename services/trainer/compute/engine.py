@@ -177,11 +177,12 @@ class Engine:
         taken = max(self._in_pass, self._rounds.kept_bytes)
         return by_purpose(self.footprint, adapters, self._full.dtype.itemsize, self.world_size, taken)
 
-    def create_model(self, model_id: str, lora: LoraSpec | None) -> None:
+    def create_model(self, model_id: str, lora: LoraSpec | None, *, drawn: bool = True) -> None:
         """Makes a fresh adapter: equal on all ranks and any world size; it changes nothing until trained.
 
         Args:
             lora: None: the model trains all weights, and starts from those of the base model.
+            drawn: as of `Adapter`.
 
         Raises:
             InvalidRequest: the base model has nothing of what the adapter should train.
@@ -197,7 +198,8 @@ class Engine:
         made: list[Adapter] = []
 
         def take() -> None:
-            made.append(Adapter(lora, targets, model_id, self.device, hidden, dtype, ranks, self._rank))
+            place = ranks, self._rank
+            made.append(Adapter(lora, targets, model_id, self.device, hidden, dtype, *place, drawn=drawn))
 
         def give_back() -> None:
             made.clear()

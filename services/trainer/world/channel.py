@@ -60,7 +60,8 @@ class Channel:
         """Rank 0: gives a command to the other ranks."""
         if self._group is None:
             return
-        payload = bytearray(msgspec.msgpack.encode(command))
+        # Into memory that torch takes as it is: a state may be gigabytes.
+        msgspec.msgpack.Encoder().encode_into(command, payload := bytearray())
         dist.broadcast(torch.tensor([len(payload)], dtype=torch.int64), 0, self._group)
         dist.broadcast(torch.frombuffer(payload, dtype=torch.uint8), 0, self._group)
 

@@ -193,7 +193,8 @@ def _load(engine: Engine, command: LoadState) -> None:
 
 
 def _create(engine: Engine, command: CreateModel) -> None:
-    engine.create_model(command.model_id, command.lora)
+    # To draw what a state replaces takes about as long as to load that, and nobody trains meanwhile.
+    engine.create_model(command.model_id, command.lora, drawn=command.saved is None)
     if command.saved is not None:
         try:
             engine.load_state(command.model_id, command.saved, command.optimizer)

@@ -147,6 +147,7 @@ class Adapter:
     Args:
         dtype: the base model's element type.
         ranks, rank: of the world, and this one's.
+        drawn: it begins with its initial values. Otherwise with zeros, and a state is loaded next.
 
     Attributes:
         spec: how it was made.
@@ -170,19 +171,13 @@ class Adapter:
         dtype: torch.dtype = torch.float32,
         ranks: int = 1,
         rank: int = 0,
+        *,
+        drawn: bool = True,
     ) -> None:
         self.spec = spec
         self.scale = LORA_ALPHA / spec.rank
         self.targets = dict(targets)
         self.layout, size = layout_of(targets, spec.rank, hidden_size if spec.role == "critic" else 0)
-        flat = torch.zeros(size, dtype=torch.float32)
-        seed = spec.seed if spec.seed is not None else _hashed("model", model_id)
-        views = self.views(flat)
-        for name, shape in targets.items():
-            generator = torch.Generator().manual_seed(_hashed(str(seed), name))
-            # Kaiming uniform with a = sqrt(5).
-            bound = 1 / math.sqrt(shape.in_features)
-            views[f"{name}.lora_A"].uniform_(-bound, bound, generator=generator)
         self.part = Part(size, ranks, rank)
         self._computes = torch.zeros(self.part.padded, dtype=dtype, device=device)
         self.low = self._computes[:size]
@@ -194,7 +189,19 @@ class Adapter:
         """A value head whose masters are spread over the ranks: it computes in float32."""
         if self.value_head and not self.holds_all:
             self._head = torch.zeros(self.value_head, dtype=torch.float32, device=device)
-        self.load(flat)
+        if drawn:
+            self.load(self._initial(spec.seed if spec.seed is not None else _hashed("model", model_id)))
+
+    def _initial(self, seed: int) -> Tensor:
+        """What a fresh one begins with, float32 [size] on the host."""
+        flat = torch.zeros(self.part.size, dtype=torch.float32)
+        views = self.views(flat)
+        for name, shape in self.targets.items():
+            generator = torch.Generator().manual_seed(_hashed(str(seed), name))
+            # Kaiming uniform with a = sqrt(5).
+            bound = 1 / math.sqrt(shape.in_features)
+            views[f"{name}.lora_A"].uniform_(-bound, bound, generator=generator)
+        return flat
 
     @property
     def holds_all(self) -> bool:

@@ -75,7 +75,7 @@ class Loading(Recorded):
     def load_state(self, model_id: str, state: ModelState, optimizer: bool) -> None:
         self.commands.append(("load", (model_id,)))
 
-    def create_model(self, model_id: str, *_: object) -> None:
+    def create_model(self, model_id: str, *_: object, **__: object) -> None:
         self.commands.append(("create", (model_id,)))
 
     def gathers(self, model_id: str, *, optimizer: bool) -> bool:

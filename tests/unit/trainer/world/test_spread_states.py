@@ -119,7 +119,7 @@ def test_commands_with_collectives_leave_others_waiting_unless_all_refuse_them(c
 
 def test_a_rank_that_lacks_memory_in_the_middle_of_making_a_full_model_ends_and_asks_nobody_first() -> None:
     class Lacks:
-        def create_model(self, model_id: str, lora: LoraSpec | None) -> None:
+        def create_model(self, model_id: str, lora: LoraSpec | None, *, drawn: bool) -> None:
             raise MemoryError
 
     channel = Told()

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import tracemalloc
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import cast
 
+import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 
 from services.common.contract.errors import Internal, InvalidRequest, ModelNotResident, TinsmithError
+from services.common.contract.tensors import HostTensor
 from services.common.process.threads import WorkerThread
 from services.trainer.compute.data import (
     AdamSpec,
@@ -29,12 +33,14 @@ from services.trainer.compute.exchange import SLOWEST, SLOWEST_SPLIT
 from services.trainer.compute.memory.failures import LacksMemory, NoMemory
 from services.trainer.world.channel import Channel, WorldFailure, execute
 from services.trainer.world.commands import (
+    Command,
     CreateModel,
     DropModel,
     LoadState,
     ModelStep,
     OptimSteps,
     RunPass,
+    apply,
 )
 from services.trainer.world.world import World
 from tests.unit.trainer.world.engines import STEP, MortalPeer, Rank0
@@ -251,3 +257,47 @@ async def test_a_step_that_breaks_off_for_want_of_memory_is_told_of_where_it_was
         with pytest.raises(WorldFailure, match="OptimSteps broke off"):
             execute(cast(Engine, Broken()), channel, OptimSteps(steps))
         assert [lack.operation for lack in told] == blamed
+
+
+class Making:
+    """An engine that writes down how models are made."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def create_model(self, model_id: str, lora: LoraSpec | None, *, drawn: bool = True) -> None:
+        self.told.append("made with its first values" if drawn else "made")
+
+    def load_state(self, model_id: str, state: ModelState, optimizer: bool) -> None:
+        self.told.append("loaded")
+
+
+@pytest.mark.parametrize(
+    ("saved", "told"),
+    [
+        (None, ["made with its first values"]),
+        (ModelState(LoraSpec(8), {}, {}, 3), ["made", "loaded"]),
+    ],
+    ids=["fresh", "saved"],
+)
+def test_first_values_are_drawn_for_models_that_have_no_others(
+    saved: ModelState | None, told: list[str]
+) -> None:
+    engine = Making()
+    apply(cast(Engine, engine), CreateModel("m", 0, LoraSpec(8), saved))
+    assert engine.told == told
+
+
+def test_a_large_state_is_not_copied_twice_on_its_way_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    nbytes = 2**24
+    matrix = HostTensor("float32", (nbytes // 4,), bytes(nbytes))
+    command = CreateModel("m", 0, LoraSpec(8), ModelState(LoraSpec(8), {"a": matrix}, {}, 3))
+    channel, sent = Channel(0, 1, timedelta(seconds=5)), []
+    monkeypatch.setattr(channel, "_group", object())
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, *_: sent.append(tensor))
+    tracemalloc.start()
+    channel.send(command)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert msgspec.msgpack.decode(sent[1].numpy().data, type=Command) == command
+    assert peak < 1.9 * nbytes

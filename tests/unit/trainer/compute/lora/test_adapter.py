@@ -54,6 +54,18 @@ def test_a_rank_out_of_range_is_refused(rank: int) -> None:
         select_targets(LINEARS, LoraSpec(rank))
 
 
+def test_an_adapter_that_a_state_is_loaded_into_draws_no_numbers_and_is_that_state_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fresh = adapter(rank=64)
+    monkeypatch.setattr(torch, "Generator", lambda: pytest.fail("numbers were drawn"))
+    lora = LoraSpec(64, seed=7)
+    made = Adapter(lora, select_targets(LINEARS, lora), "m", "cpu", hidden_size=8, drawn=False)
+    assert not made.flat.any()
+    made.load(fresh.flat)
+    assert torch.equal(made.low, fresh.low)
+
+
 def test_a_fresh_adapter_has_uniform_a_and_zero_b() -> None:
     for name, matrix in adapter(rank=64).views(adapter(rank=64).flat).items():
         if name.endswith("lora_B"):
