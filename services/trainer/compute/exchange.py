@@ -27,6 +27,9 @@ SLOWEST_SPLIT = 10
 """The same of a sequence that all compute together: what attention takes grows with the square of its
 length."""
 
+SLOWEST_READ = 5_000_000
+"""Bytes of files that a rank reads in a second, at least: a slower one counts as stuck."""
+
 ELSEWHERE = Failure("server", "internal", "another rank of the trainer failed on this operation")
 """Why an operation failed, on a rank on which it did not."""
 
@@ -69,6 +72,13 @@ def any_rank(flags: list[bool], device: str) -> list[bool]:
 def meet(device: str) -> None:
     """Returns when every rank has come here."""
     least([0], device)
+
+
+def meet_when_read(nbytes: int, device: str) -> None:
+    """Returns when every rank has come here, which each does when it has read its part of so many bytes, or
+    all of them: for who has a slow disk others wait as long as that may take."""
+    with patience(nbytes / SLOWEST_READ):
+        meet(device)
 
 
 def least(numbers: list[int], device: str) -> list[int]:

@@ -25,7 +25,7 @@ from services.common.process.tasks import detached, unheard
 from services.common.process.threads import WorkerThread
 from services.trainer.compute.data import ModelState, ShardedState
 from services.trainer.compute.engine import Engine
-from services.trainer.compute.exchange import part_seconds
+from services.trainer.compute.exchange import SLOWEST_READ, part_seconds
 from services.trainer.compute.full.shards import Writing
 from services.trainer.compute.lora.snapshot import Snapshot
 from services.trainer.compute.memory.failures import (
@@ -55,9 +55,6 @@ T = TypeVar("T")
 TICK_S = 30.0
 SLOWEST_WRITE = 5_000_000
 """Bytes of a state that a rank writes in a second, at least: a slower one counts as stuck."""
-
-SLOWEST_READ = 5_000_000
-"""The same of reading one."""
 
 SNAPSHOTS = 2
 """Models whose snapshots are on the device at once: that takes memory which nobody counted for it."""
@@ -147,7 +144,7 @@ class World:
         """Has every rank carry out the command; returns rank 0's answer.
 
         A state is read, from files or as it is sent, for as long as its size says, beside what every command
-        may take, and a pass takes as long as its tokens say.
+        may take, and so are the weights that a full model is made of; a pass takes as long as its tokens say.
 
         Raises:
             TinsmithError: the command failed; the world goes on.
@@ -160,6 +157,8 @@ class World:
                     longer = await asyncio.to_thread(_file_bytes, files.directory) / SLOWEST_READ
                 case ModelState() as sent:
                     longer = sent.nbytes / SLOWEST_READ
+            if isinstance(command, CreateModel) and command.lora is None:
+                longer += self._engine.sizes.base / SLOWEST_READ
         elif isinstance(command, RunPass):
             longer = part_seconds(command.plan, self._engine.world_size, self._engine.device)
         return await self._run(lambda: self._execute(command), type(command).__name__, longer)

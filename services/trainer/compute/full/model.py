@@ -29,7 +29,7 @@ from services.trainer.compute.base_model import Scorer, computes_flat, load_mode
 from services.trainer.compute.blocks.checkpointing import checkpoint_blocks
 from services.trainer.compute.collate import idle_batch
 from services.trainer.compute.data import AdamSpec, Failure, ShardedState
-from services.trainer.compute.exchange import any_rank
+from services.trainer.compute.exchange import any_rank, meet_when_read
 from services.trainer.compute.full.config import FullModelConfig
 from services.trainer.compute.full.memory import Sizes, load_pieces, model_pieces, step_pieces, taken_before
 from services.trainer.compute.full.shards import Part, SavedShards, ShardWriter, Writing
@@ -46,7 +46,7 @@ from services.trainer.compute.replay.routers import Replay
 
 log = logging.getLogger(__name__)
 
-_GRADIENT_BYTES = 4
+_GRADIENT_BYTES = _FLOAT_BYTES = 4
 
 
 class FullModel:
@@ -85,6 +85,8 @@ class FullModel:
             config.dtype,
             settings if self.sharded else None,
         )
+        if not self.sharded:
+            meet_when_read(elements * config.dtype.itemsize, config.device)
         if config.activation_checkpointing:
             checkpoint_blocks(model)
         model.requires_grad_(True)
@@ -254,6 +256,8 @@ class FullModel:
         with_moments = optimizer and state.step > 0
         with torch.no_grad():
             saved.read(dict(self._parts(moments=with_moments)))
+            copies = 1 + len(MOMENTS) if with_moments else 1
+            meet_when_read(self._elements * _FLOAT_BYTES * copies, self._device)
             for held in self._partitions:
                 kept = self._adam.state[held]
                 kept["step"].fill_(state.step if with_moments else 0)

@@ -34,6 +34,11 @@ class ModelSizes:
         self._elements, self._item, self._ranks = elements, item, ranks
         self._on_device = on_device
 
+    @property
+    def base(self) -> int:
+        """What all weights of the base model take, and about so much their files."""
+        return self._elements * self._item
+
     def adapter(self, spec: LoraSpec) -> int:
         """What an adapter takes of each rank.
 
@@ -54,7 +59,7 @@ class ModelSizes:
             lora: None: it trains all weights. With its moments each rank writes its own part, so 0.
         """
         if lora is None:
-            return 0 if moments else self._elements * self._item * (2 if self._on_device else 1)
+            return 0 if moments else self.base * (2 if self._on_device else 1)
         _, elements = layout_of(*self._shape(lora))
         nbytes = 4 * elements
         each = 1 << (nbytes - 1).bit_length() if self._on_device else nbytes

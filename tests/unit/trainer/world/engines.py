@@ -17,8 +17,16 @@ from services.trainer.world.commands import ModelStep
 STEP = ModelStep("m", 7, AdamSpec())
 
 
+class Sizes:
+    """Of a base model whose files are read at once."""
+
+    base = 0
+
+
 class Rank0:
     """An engine whose weights are the number of its steps."""
+
+    sizes = Sizes()
 
     def __init__(self) -> None:
         self.steps = 0

@@ -15,16 +15,16 @@ import torch
 
 from services.common.contract.errors import Internal
 from services.common.process.threads import WorkerThread
-from services.trainer.compute.data import AdamSpec, ModelState, ShardedState
+from services.trainer.compute.data import AdamSpec, LoraSpec, ModelState, ShardedState
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.full.shards import Writing
 from services.trainer.compute.full.snapshot import FullSnapshot
 from services.trainer.compute.memory.transfer import Copies
 from services.trainer.world import world as world_module
 from services.trainer.world.channel import Channel, WorldFailure
-from services.trainer.world.commands import LoadState, ModelStep
+from services.trainer.world.commands import CreateModel, LoadState, ModelStep
 from services.trainer.world.world import SNAPSHOTS, World
-from tests.unit.trainer.world.engines import STEP, MortalPeer, Rank0
+from tests.unit.trainer.world.engines import STEP, MortalPeer, Rank0, Sizes
 
 
 async def test_a_state_is_told_with_the_step_that_made_it(thread: WorkerThread) -> None:
@@ -137,6 +137,35 @@ async def test_a_state_is_read_for_as_long_as_its_size_says(
     await asyncio.sleep(0.2)
     engine.has_read.set()
     await read
+
+
+class Makes(Reads):
+    """An engine that makes a full model until the test says that its files are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = Sizes()
+        self.sizes.base = 1000
+
+    def create_model(self, model_id: str, lora: LoraSpec | None, *, drawn: bool) -> None:
+        self.has_read.wait(20)
+
+
+@pytest.mark.parametrize("lora", [None, LoraSpec(8)], ids=["full", "adapter"])
+async def test_a_full_model_is_made_for_as_long_as_the_files_of_its_base_say(
+    lora: LoraSpec | None, thread: WorkerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world_module, "SLOWEST_READ", 50)
+    engine = Makes()
+    world = World(thread, cast(Engine, engine), MortalPeer(), 0.02)
+    making = asyncio.create_task(world.call(CreateModel("m", 0, lora)))
+    await asyncio.sleep(0.2)
+    engine.has_read.set()
+    if lora is None:
+        await making
+    else:
+        with pytest.raises(WorldFailure, match="CreateModel did not finish"):
+            await making
 
 
 async def test_a_state_that_is_not_read_in_that_time_ends_the_world(
