@@ -185,7 +185,10 @@ class _Server:
         executing = asyncio.create_task(self._parts.executor.run(), name="executor")
         failures = [
             executing,
-            *(asyncio.create_task(c) for c in (self._world.watch(), self._world.keep_alive())),
+            *(
+                asyncio.create_task(c)
+                for c in (self._world.watch(), self._world.keep_alive(), self._parts.results.watch())
+            ),
         ]
         waiting: list[asyncio.Task[Any]] = [stop, *failures]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -15,7 +15,7 @@ from services.common.storage.location import connect
 from services.common.tls.wires import Identity
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.memory.capacity import Capacity
-from services.trainer.compute.memory.machine import copies_memory
+from services.trainer.compute.memory.machine import copies_memory, results_memory
 from services.trainer.config import TrainerConfig
 from services.trainer.convert import Target
 from services.trainer.execution.control_ops import ControlOps
@@ -26,6 +26,7 @@ from services.trainer.execution.states import States, staging_of
 from services.trainer.files.base import Base
 from services.trainer.files.checkpoints import CheckpointStore
 from services.trainer.files.copy_room import CopyRoom
+from services.trainer.files.kept_results import ResultRoom
 from services.trainer.files.volume import Volume
 from services.trainer.order.scheduler import Limits
 from services.trainer.publish.broadcast import Broadcaster
@@ -44,7 +45,7 @@ class Trainer:
         states: copies of their states.
         residency: which models are in memory, and their durable snapshots.
         broadcaster: sends weights to samplers.
-        copies: what copies of models on their way out take of the host.
+        copies: what copies of models on their way out take of the host; `results`: what results take.
         crashes: what was executing when a predecessor died.
         shortage: the memory that one lacked; `micro_batch_tokens` follow from it.
         servicer: what gateways call.
@@ -111,7 +112,12 @@ class Trainer:
             who,
         )
 
-        # What executes operations.
+        # What executes operations, and keeps what they came to.
+        self.results = ResultRoom(
+            results_memory(),
+            lambda: {name: model.sequence for name, model in models.items()},
+            Journal(client).lowest_pending,
+        )
         self.copies = CopyRoom(copies_memory(), engine.sizes.copy)
         control = ControlOps(
             world,

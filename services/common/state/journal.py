@@ -218,6 +218,10 @@ class Journal:
             durable, floor, closed, base_model.decode(), trainer.decode(), moved, pending, lowest, found
         )
 
+    async def lowest_pending(self, model_id: str) -> int:
+        """The first operation whose result is not stored; -1 = there is none."""
+        return (await self.index(model_id, -1, entries=0)).lowest_pending
+
     async def operations(self, model_id: str, seq_ids: list[int]) -> list[operation_pb2.Operation | None]:
         """The operations of these seq_ids; None where nothing is to run (any more).
 

@@ -123,7 +123,7 @@ class ResultPublisher:
         """Fails the next operations that wait with the same serialized OperationResult; the last of their
         seq_ids, -1 = nothing waits."""
         model_id, last = self._lease.model_id, -1
-        lowest = (await self._journal.index(model_id, -1, entries=0)).lowest_pending
+        lowest = await self._journal.lowest_pending(model_id)
         for entry in (await self._journal.index(model_id, lowest - 1)).entries:
             if not entry.pending:
                 continue

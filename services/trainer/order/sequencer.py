@@ -53,7 +53,7 @@ class Sequence(Generic[OpT, ResultT]):
         epoch: highest fencing epoch seen.
         ready: operations in order, not executed yet.
         unfinished: seq_id -> operation admitted and without a result (ready, held early, executing).
-        results: seq_id -> result of the last executed operations, oldest first.
+        results: seq_id -> result of the last executed operations, oldest first; kept_bytes: of all of them.
         strayed: another operation has a number by now under which one was admitted here: Redis lost what was
             acknowledged last, and this is not what the journal comes to any more.
 
@@ -64,11 +64,13 @@ class Sequence(Generic[OpT, ResultT]):
     def __init__(self, applied: int = -1, size_of: Callable[[ResultT], int] = lambda _: 0) -> None:
         self.applied = applied
         self._size_of = size_of
-        self._kept_bytes = 0
+        self.kept_bytes = 0
         self.epoch = 0
         self.ready: deque[OpT] = deque()
         self.unfinished: dict[int, OpT] = {}
         self.results: OrderedDict[int, ResultT] = OrderedDict()
+        self._ended: deque[int] = deque()
+        """Of the last operations, whether their results are kept or were forgotten."""
         self.strayed = False
         self._tail = applied
         self._accepted_at: dict[int, float] = {}
@@ -167,10 +169,25 @@ class Sequence(Generic[OpT, ResultT]):
         for seq_id, result in sorted(results.items()):
             self._keep(seq_id, result)
 
+    def forget(self, before: int) -> int:
+        """Forgets results of operations before a seq_id which nobody needs any more, but for the last of all;
+        their bytes. What else is known of those operations stays."""
+        kept = self.kept_bytes
+        for seq_id in list(self.results)[:-1]:
+            if seq_id < before:
+                self._drop(seq_id)
+        return kept - self.kept_bytes
+
     def _keep(self, seq_id: int, result: ResultT) -> None:
         self.results[seq_id] = result
-        self._kept_bytes += self._size_of(result)
-        while len(self.results) > 1 and (len(self.results) > KEPT_RESULTS or self._kept_bytes > KEPT_BYTES):
-            number, oldest = self.results.popitem(last=False)
-            self._accepted_at.pop(number, None)
-            self._kept_bytes -= self._size_of(oldest)
+        self.kept_bytes += self._size_of(result)
+        self._ended.append(seq_id)
+        while len(self._ended) > 1 and (len(self._ended) > KEPT_RESULTS or self.kept_bytes > KEPT_BYTES):
+            oldest = self._ended.popleft()
+            self._accepted_at.pop(oldest, None)
+            self._drop(oldest)
+
+    def _drop(self, seq_id: int) -> None:
+        result = self.results.pop(seq_id, None)
+        if result is not None:
+            self.kept_bytes -= self._size_of(result)

@@ -24,6 +24,9 @@ OF_COPIES = 1 / 16
 """The same of copies of models that the first rank has on their way to samplers, and as much again of those
 on their way to a storage."""
 
+OF_RESULTS = 1 / 64
+"""The same of results that the first rank keeps for those who ask again."""
+
 
 def ranks_here() -> int:
     """Ranks that share this machine's memory. Of a world on several, its agent says how many it has."""
@@ -56,6 +59,11 @@ def host_memory(given: int | None, device: str) -> int:
 def copies_memory() -> int:
     """What copies that go one way may take of the first rank's host, whatever the device."""
     return int(machine_memory() * OF_COPIES)
+
+
+def results_memory() -> int:
+    """What results that are kept may take of the first rank's host."""
+    return int(machine_memory() * OF_RESULTS)
 
 
 def keep_to_share(share: float) -> None:
