@@ -35,8 +35,9 @@ from services.sampler.engine import answers, child
 from services.sampler.engine.calls import asked
 from services.sampler.engine.calls.reports import ENDED, Reports
 from services.sampler.engine.calls.workers import CALL_S, Workers
+from services.sampler.engine.grammars.checking import checked
 from services.sampler.engine.logprobs import front as logprobs
-from services.sampler.engine.params import checked, vllm_params, vllm_prompt
+from services.sampler.engine.params import vllm_params, vllm_prompt
 from services.sampler.engine.runs import Run, Runs
 from services.sampler.engine.sampling import (
     Change,

@@ -1,26 +1,23 @@
 """What vLLM is asked for one sequence.
 
 Invariant: everything that a job asks for is said here; what is not said is vLLM's default, which changes
-nothing about the distribution that is sampled from. A constraint is parsed once a job, and not on the loop.
+nothing about the distribution that is sampled from.
 """
 
 from __future__ import annotations
 
-import asyncio
 import copy
 from functools import lru_cache
 from typing import Any
 
 from vllm import SamplingParams as VllmParams
-from vllm.exceptions import VLLMClientError, VLLMValidationError
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs import TokensInput, tokens_input
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.tokenizers import TokenizerLike
-from vllm.v1.engine.input_processor import InputProcessor
 
-from services.common.contract.errors import InvalidRequest
 from services.sampler.config import MAX_BAD_WORD_TOKENS
-from services.sampler.engine.sampling import Constraint, Limits, SampleJob, sequence_seed, tokens_left
+from services.sampler.engine.sampling import Limits, SampleJob, sequence_seed, tokens_left
 from services.sampler.engine.snapshot_key import Weights
 from services.sampler.worker.prompt_scores import (
     CACHE_LIMIT_KEY,
@@ -48,36 +45,6 @@ class _Checked(VllmParams):
 
     def _validate_spec_decode(self, *args: object) -> None:
         pass
-
-
-async def checked(constraint: Constraint | None, processor: InputProcessor) -> StructuredOutputsParams | None:
-    """A constraint as vLLM takes it, with the backend that can read it. It takes up to some seconds.
-
-    Raises:
-        InvalidRequest: no grammar can be made of it.
-    """
-    if constraint is None:
-        return None
-    try:
-        # For others' code that lets the rest of the process run.
-        return await asyncio.to_thread(_parsed, constraint, processor)
-    except (VLLMClientError, ValueError) as error:
-        raise InvalidRequest(str(error)) from error
-
-
-def _parsed(constraint: Constraint, processor: InputProcessor) -> StructuredOutputsParams:
-    match constraint.kind:
-        case "json_schema":
-            of = StructuredOutputsParams(json=constraint.source)
-        case "structural_tag":
-            of = StructuredOutputsParams(structural_tag=constraint.source)
-        case "regex":
-            of = StructuredOutputsParams(regex=constraint.source)
-    params = VllmParams(structured_outputs=of)
-    params._validate_structured_outputs(
-        processor.model_config, processor.structured_outputs_config, processor.tokenizer
-    )
-    return of
 
 
 def vllm_prompt(job: SampleJob, before: list[int], weights: Weights) -> TokensInput:

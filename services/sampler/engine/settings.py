@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from vllm.config import LoadConfig, ModelConfig, VllmConfig
+from vllm.config import LoadConfig, ModelConfig, StructuredOutputsConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.envs import disable_envs_cache
 from vllm.transformers_utils.config import get_config
@@ -30,6 +30,7 @@ from services.sampler.engine import cpu_cache
 from services.sampler.engine.calls import asked
 from services.sampler.engine.engine_stats import EngineStats
 from services.sampler.engine.experts import models as with_experts
+from services.sampler.engine.grammars.checking import BACKEND
 from services.sampler.worker import head_slots, text_models
 
 log = logging.getLogger(__name__)
@@ -120,6 +121,7 @@ def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
         "enable_prefix_caching": True,
         "logprobs_mode": "raw_logprobs",
         "max_logprobs": -1,
+        "structured_outputs_config": StructuredOutputsConfig(backend=BACKEND),
         # Requests without a seed differ between replicas and after a restart.
         "seed": secrets.randbits(31),
         "scheduler_cls": "services.sampler.engine.scheduler.make_scheduler",

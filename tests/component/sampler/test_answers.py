@@ -26,8 +26,9 @@ from services.common.contract.matrices import HostMatrix
 from services.common.contract.sample_schema import Scoring
 from services.common.contract.steering import Steering
 from services.sampler.engine.answers import Made, sequence, whole
+from services.sampler.engine.grammars.checking import BACKEND, checked
 from services.sampler.engine.logprobs.kept import KeptLogprobs
-from services.sampler.engine.params import checked, vllm_params
+from services.sampler.engine.params import vllm_params
 from services.sampler.engine.sampling import Change, Constraint, Limits, SampleJob, SamplingParams
 from services.sampler.worker.prompt_scores import Buffers, ScorePlan, plan_of
 from services.sampler.worker.row_scores import LogprobsOf, RowScores
@@ -209,7 +210,7 @@ async def test_a_constraint_is_parsed_when_it_is_checked_and_not_again_for_every
     monkeypatch.setattr(backend_xgrammar, "validate_xgrammar_grammar", parsed.append)
     processor: Any = SimpleNamespace(
         model_config=SimpleNamespace(is_diffusion=False),
-        structured_outputs_config=StructuredOutputsConfig(),
+        structured_outputs_config=StructuredOutputsConfig(backend=BACKEND),
         tokenizer=object(),
     )
     constraint = await checked(Constraint("json_schema", '{"type": "string"}'), processor)

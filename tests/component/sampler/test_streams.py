@@ -128,6 +128,21 @@ async def test_a_schema_that_is_none_is_the_requests_own_fault(stub, schema: str
     await sample(stub, request(prompt(5, 4)))
 
 
+async def test_what_would_not_be_enforced_is_refused_and_tools_are_called_after_it(stub) -> None:
+    wanted = request(prompt(5, 4), stop=EOS)
+    wanted.constraint.json_schema = '{"type": "integer", "multipleOf": 3}'
+    response = await stub.Sample(wanted, timeout=240)
+    assert (response.error.code, response.error.category) == (
+        "constraint_unsupported",
+        types_pb2.ERROR_CATEGORY_USER,
+    )
+    assert "multipleOf" in response.error.message
+    wanted = request(prompt(5, 4), stop=EOS, max_tokens=64)
+    tag = {"type": "tag", "begin": "<a>", "content": {"type": "regex", "pattern": "b"}, "end": "</a>"}
+    wanted.constraint.structural_tag = json.dumps({"type": "structural_tag", "format": tag})
+    await sample(stub, wanted)
+
+
 async def test_a_schema_of_which_no_grammar_can_be_made_fails_alone(stub) -> None:
     wanted = request(prompt(5, 4), stop=EOS)
     wanted.constraint.json_schema = '{"type": "string", "pattern": "^(a|b|ab){1,300}$"}'

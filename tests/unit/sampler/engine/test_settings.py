@@ -264,3 +264,7 @@ def test_a_context_that_a_gpu_has_no_room_for_is_cut_unless_it_was_asked_for(tmp
     config = config_of(tmp_path, "qwen3")
     assert engine_args(config, "cuda").max_model_len == -1
     assert engine_args(replace(config, max_context=4096), "cuda").max_model_len == 4096
+
+
+def test_one_library_makes_all_grammars_whatever_is_asked_for_first(tmp_path: Path) -> None:
+    assert engine_args(config_of(tmp_path, "qwen3"), "cuda").structured_outputs_config.backend == "xgrammar"
