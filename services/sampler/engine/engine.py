@@ -35,7 +35,7 @@ from services.sampler.engine import answers, child
 from services.sampler.engine.calls import asked
 from services.sampler.engine.calls.reports import ENDED, Reports
 from services.sampler.engine.calls.workers import CALL_S, Workers
-from services.sampler.engine.grammars.checking import checked
+from services.sampler.engine.grammars.checking import Checks
 from services.sampler.engine.logprobs import front as logprobs
 from services.sampler.engine.params import vllm_params, vllm_prompt
 from services.sampler.engine.runs import Run, Runs
@@ -103,8 +103,10 @@ class Engine:
         self.gpus: tuple[str, ...] = ()
         self.first_adapter_id = config.max_loras + 1
         """vLLM's own warm-up uses adapter ids 1 .. max_loras."""
-        self._request_numbers, self._finished_tokens = itertools.count(), 0
+        self._request_numbers = itertools.count()
+        self._finished_tokens = self._given_up = 0
         self._runs = Runs(self._llm.output_processor)
+        self._checks = Checks(self._llm.input_processor)
         self._reports = Reports(config.workers)
         self._shifts = Shifts(self._llm, lambda: self.dead)
         self._calls = Workers(self._llm.collective_rpc, lambda: self.dead, self._reports, CALL_S)
@@ -162,12 +164,13 @@ class Engine:
         return self._runs.tokens_of(request_id)
 
     async def steps(self) -> int:
-        """Steps that all workers have finished. An engine that is stuck does not answer.
+        """Steps that all workers have finished, and sequences that were given up: for one of which no grammar
+        could be made in time there is no step. An engine that is stuck does not answer.
 
         Raises:
             Unavailable: the engine died.
         """
-        return min(await self._calls.call("tinsmith_steps"))
+        return min(await self._calls.call("tinsmith_steps")) + self._given_up
 
     async def dump_stacks(self) -> None:
         """Has the engine core and its workers write where their threads are to the log, whatever they wait
@@ -247,7 +250,7 @@ class Engine:
     async def _run(self, job: SampleJob, tell: Tell | None, run: Run) -> SampleOutput:
         seed = secrets.randbits(64) if job.params.seed is None else job.params.seed
         plan = plan_of(job.scoring, len(job.prompt), seed, job.params.temperature)
-        constraint = await checked(job.constraint, self._llm.input_processor)
+        constraint = await self._checks.check(job.constraint)
         before = all_begun(job)
         # The first sequence scores the prompt for all of them.
         scores = None if plan.empty or before[0].tokens or not plan.needed().size else plan
@@ -305,6 +308,7 @@ class Engine:
             self._shifts.forget(name)
             self._runs.leave(run, name, tokens)
         self._finished_tokens += tokens
+        self._given_up += output.outputs[0].finish_reason == "error"
         answers.note_update(job, output)
         return answers.Made(output, changes)
 

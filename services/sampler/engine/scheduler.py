@@ -10,7 +10,8 @@ on its V2 model runner), `own_rows` sees to it that they are this request's own.
 each step where one asks; here they are put together, and go to the front end beside the tokens, as vLLM has
 a way for it. The cache keeps none that are told, so nothing of such a request comes from there.
 
-Log-probabilities of sampled tokens leave as one array a step (see `logprobs`).
+Log-probabilities of sampled tokens leave as one array a step (see `logprobs`), and a grammar that takes too
+long to make counts as one that cannot be made (see `grammars`).
 
 Invariant: of a request that scores its prompt, no row that is needed is taken from the cache.
 """
@@ -27,6 +28,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from services.sampler.engine.experts.own_rows import OwnRows
 from services.sampler.engine.experts.routed_rows import RoutedRows
+from services.sampler.engine.grammars import core as grammars
 from services.sampler.engine.logprobs import core as logprobs
 from services.sampler.engine.shifts import core as shifts
 from services.sampler.engine.shifts import full_core
@@ -44,6 +46,8 @@ def make_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
         scheduler.aux_output_connector = OwnRows(scheduler.hash_block_size)
     logprobs.install(scheduler)
     full_core.install(scheduler)
+    if seconds := vllm_config.additional_config.get(grammars.SECONDS_KEY):
+        grammars.install(scheduler, seconds)
     if vllm_config.lora_config is not None:
         shifts.install(scheduler, vllm_config.lora_config.max_loras)
     return scheduler

@@ -31,6 +31,7 @@ from services.sampler.engine.calls import asked
 from services.sampler.engine.engine_stats import EngineStats
 from services.sampler.engine.experts import models as with_experts
 from services.sampler.engine.grammars.checking import BACKEND
+from services.sampler.engine.grammars.core import SECONDS_KEY
 from services.sampler.worker import head_slots, text_models
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ _PICTURES = ("qwen3_5", "qwen3_5_moe")
 # What vLLM takes for LLM.generate on a CPU. For a server it takes half as many, with which 1,024 at once take
 # a tenth longer.
 _CPU_SEQUENCES = 256
+# More than the largest that people send take, with the vocabularies of large models.
+_GRAMMAR_S = 60.0
 # Residency decides what is resident; vLLM's own cache must never evict by itself.
 _UNLIMITED_ADAPTERS = 1_000_000
 
@@ -122,6 +125,7 @@ def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
         "logprobs_mode": "raw_logprobs",
         "max_logprobs": -1,
         "structured_outputs_config": StructuredOutputsConfig(backend=BACKEND),
+        "additional_config": {SECONDS_KEY: min(_GRAMMAR_S, config.stall_seconds / 2)},
         # Requests without a seed differ between replicas and after a restart.
         "seed": secrets.randbits(31),
         "scheduler_cls": "services.sampler.engine.scheduler.make_scheduler",

@@ -26,7 +26,7 @@ from services.common.contract.matrices import HostMatrix
 from services.common.contract.sample_schema import Scoring
 from services.common.contract.steering import Steering
 from services.sampler.engine.answers import Made, sequence, whole
-from services.sampler.engine.grammars.checking import BACKEND, checked
+from services.sampler.engine.grammars.checking import BACKEND, Checks
 from services.sampler.engine.logprobs.kept import KeptLogprobs
 from services.sampler.engine.params import vllm_params
 from services.sampler.engine.sampling import Change, Constraint, Limits, SampleJob, SamplingParams
@@ -213,7 +213,7 @@ async def test_a_constraint_is_parsed_when_it_is_checked_and_not_again_for_every
         structured_outputs_config=StructuredOutputsConfig(backend=BACKEND),
         tokenizer=object(),
     )
-    constraint = await checked(Constraint("json_schema", '{"type": "string"}'), processor)
+    constraint = await Checks(processor).check(Constraint("json_schema", '{"type": "string"}'))
     assert len(parsed) == 1
     job = SampleJob("r", None, [1, 2, 3], 4, SamplingParams(max_tokens=2))
     for index in range(4):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
-from concurrent.futures import Future
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +17,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import get_tokenizer
 from vllm.v1 import structured_output
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
-from services.common.contract.errors import InvalidRequest
-from services.sampler.engine.grammars.checking import checked
+from services.common.contract.errors import InvalidRequest, Unavailable
+from services.sampler.engine.grammars import checking, core
+from services.sampler.engine.grammars.checking import Checks
 from services.sampler.engine.sampling import Constraint
 from services.sampler.engine.settings import engine_args
 from tests.component.sampler.process import make_model
@@ -79,7 +84,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 async def grammar_of(constraint: Constraint, parts: Any, manager: StructuredOutputManager) -> Any:
     """What the engine's core makes of a constraint that the front end has checked."""
-    params = SamplingParams(structured_outputs=await checked(constraint, parts))
+    params = SamplingParams(structured_outputs=await Checks(parts).check(constraint))
     asked = StructuredOutputRequest.from_sampling_params(params)
     manager.grammar_init(
         SimpleNamespace(request_id="r", sampling_params=params, structured_output_request=asked)
@@ -109,4 +114,69 @@ async def test_what_is_enforced_and_what_is_refused_is_so_in_any_order(
 @pytest.mark.parametrize("kind", ["json_schema", "structural_tag"])
 async def test_what_is_no_schema_is_the_requests_own_fault(kind: Any, source: str, parts: Any) -> None:
     with pytest.raises(InvalidRequest):
-        await checked(Constraint(kind, source), parts)
+        await Checks(parts).check(Constraint(kind, source))
+
+
+async def test_checks_that_take_long_end_and_keep_others_and_files_waiting_for_so_long_only(
+    monkeypatch: pytest.MonkeyPatch, parts: Any
+) -> None:
+    over, quick = threading.Event(), ENFORCED[0]
+    own = checking.parsed
+
+    def parsed(constraint: Constraint, processor: Any) -> Any:
+        return own(constraint, processor) if constraint is quick else over.wait(60)
+
+    monkeypatch.setattr(checking, "parsed", parsed)
+    checks = Checks(parts, threads=2, seconds=0.2)
+    assert await checks.check(None) is None
+    try:
+        slow = [asyncio.create_task(checks.check(Constraint("regex", "a"))) for _ in range(2)]
+        await asyncio.sleep(0)
+        waiting = [asyncio.create_task(checks.check(quick)) for _ in range(9)]
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "a file"), 10) == "a file"
+        for task in slow:
+            with pytest.raises(
+                InvalidRequest, match=r"no grammar came of this regex in 0.2 s; send"
+            ) as refused:
+                await task
+            assert refused.value.code == "constraint_too_large"
+        for task in waiting:
+            with pytest.raises(Unavailable, match="all threads that check constraints"):
+                await task
+    finally:
+        over.set()
+    assert await checks.check(quick) is not None
+
+
+def test_a_grammar_that_takes_too_long_fails_alone_and_those_behind_it_wait(
+    monkeypatch: pytest.MonkeyPatch, parts: Any
+) -> None:
+    monkeypatch.setattr(structured_output, "cached_tokenizer_from_config", lambda **_: parts.tokenizer)
+    manager = StructuredOutputManager(parts)
+    manager.executor, over = ThreadPoolExecutor(1), threading.Event()
+    make = manager._create_grammar
+    monkeypatch.setattr(manager, "_create_grammar", lambda one: over.wait(60) if one.slow else make(one))
+    core.install(SimpleNamespace(structured_output_manager=manager), seconds=0.2)
+    asked = []
+    for slow in (True, False):
+        params = SamplingParams(structured_outputs=checking.parsed(ENFORCED[0], parts))
+        made = StructuredOutputRequest.from_sampling_params(params)
+        asked.append(
+            SimpleNamespace(request_id="r", sampling_params=params, structured_output_request=made, slow=slow)
+        )
+        manager.grammar_init(asked[-1])
+    long, behind = (each.structured_output_request for each in asked)
+    try:
+        until = time.monotonic() + 0.6
+        assert long.grammar is None
+        while time.monotonic() < until:
+            assert behind.grammar is None
+            time.sleep(0.01)
+        assert isinstance(long.grammar, TimeoutError)
+    finally:
+        over.set()
+    until = time.monotonic() + 30
+    while behind.grammar is None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert isinstance(behind.grammar, XgrammarGrammar)
+    manager.clear_backend()

@@ -1,10 +1,16 @@
-"""A constraint as vLLM takes it, or why no grammar can be made of it."""
+"""A constraint as vLLM takes it, or why no grammar can be made of it.
+
+Invariant: a constraint that takes long holds up a thread of few that do nothing else, and others wait for a
+bounded time for one of them. Nothing ends a thread in XGrammar but XGrammar.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from vllm import SamplingParams as VllmParams
@@ -12,7 +18,8 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import StructuredOutputsParams, check_json_nesting
 from vllm.v1.engine.input_processor import InputProcessor
 
-from services.common.contract.errors import InvalidRequest
+from services.common.contract.errors import InvalidRequest, Unavailable
+from services.common.process.threads import WorkerThread
 from services.sampler.engine.grammars.patterns import check_pattern
 from services.sampler.engine.grammars.schemas import check_schema
 from services.sampler.engine.sampling import Constraint
@@ -22,11 +29,60 @@ BACKEND = "xgrammar"
 request, by what it asks for, and the engine's core keep to the first one's for all."""
 
 
-async def checked(constraint: Constraint | None, processor: InputProcessor) -> StructuredOutputsParams | None:
-    """As `parsed`, in a thread; nothing of no constraint."""
-    if constraint is None:
-        return None
-    return await asyncio.to_thread(parsed, constraint, processor)
+CHECK_S = 10.0
+CHECKS = 4
+"""How many constraints are checked at a time. Most take milliseconds."""
+
+
+class Checks:
+    """Checks the constraints of an engine, on one event loop.
+
+    Args:
+        seconds: that one check may take, and as many may pass before it begins.
+    """
+
+    def __init__(self, processor: InputProcessor, threads: int = CHECKS, seconds: float = CHECK_S) -> None:
+        self._processor, self._seconds = processor, seconds
+        self._free: asyncio.Queue[WorkerThread] = asyncio.Queue()
+        for number in range(threads):
+            self._free.put_nowait(WorkerThread(f"constraint-{number}"))
+
+    async def check(self, constraint: Constraint | None) -> StructuredOutputsParams | None:
+        """As `parsed`; nothing of no constraint.
+
+        Raises:
+            InvalidRequest: as `parsed`, or it takes too long.
+            Unavailable: all threads are at constraints that take long.
+        """
+        if constraint is None:
+            return None
+        thread = await self._thread()
+        checking = thread.submit(partial(parsed, constraint, self._processor))
+        loop = asyncio.get_running_loop()
+        checking.add_done_callback(lambda _: self._give_back(thread, loop))
+        try:
+            async with asyncio.timeout(self._seconds):
+                return await asyncio.wrap_future(checking)
+        except TimeoutError as error:
+            raise InvalidRequest(
+                f"no grammar came of this {constraint.kind} in {self._seconds:g} s; send a simpler one, with "
+                "fewer choices, repetitions or properties",
+                "constraint_too_large",
+            ) from error
+
+    def _give_back(self, thread: WorkerThread, loop: asyncio.AbstractEventLoop) -> None:
+        # The loop may be closed by then.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._free.put_nowait, thread)
+
+    async def _thread(self) -> WorkerThread:
+        try:
+            async with asyncio.timeout(self._seconds):
+                return await self._free.get()
+        except TimeoutError as error:
+            raise Unavailable(
+                "all threads that check constraints are at ones that take long; try again later"
+            ) from error
 
 
 def parsed(constraint: Constraint, processor: InputProcessor) -> StructuredOutputsParams:

@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from services.common.contract.errors import InvalidRequest
 from services.sampler.config import GIB, SamplerConfig
 from services.sampler.engine import settings as module
+from services.sampler.engine.grammars.core import SECONDS_KEY
 from services.sampler.engine.settings import (
     adapts,
     check_attention,
@@ -268,3 +269,10 @@ def test_a_context_that_a_gpu_has_no_room_for_is_cut_unless_it_was_asked_for(tmp
 
 def test_one_library_makes_all_grammars_whatever_is_asked_for_first(tmp_path: Path) -> None:
     assert engine_args(config_of(tmp_path, "qwen3"), "cuda").structured_outputs_config.backend == "xgrammar"
+
+
+def test_a_grammar_that_takes_too_long_fails_before_the_engine_counts_as_stuck(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "qwen3")
+    for stall, seconds in ((300.0, 60.0), (4.0, 2.0)):
+        arguments = engine_args(replace(config, stall_seconds=stall), "cuda")
+        assert arguments.additional_config[SECONDS_KEY] == seconds
