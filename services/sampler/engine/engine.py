@@ -22,7 +22,6 @@ from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
-from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.common.contract.errors import InvalidRequest, Unavailable
@@ -37,7 +36,7 @@ from services.sampler.engine.calls.reports import ENDED, Reports
 from services.sampler.engine.calls.workers import CALL_S, Workers
 from services.sampler.engine.grammars.checking import Checks
 from services.sampler.engine.logprobs import front as logprobs
-from services.sampler.engine.params import vllm_params, vllm_prompt
+from services.sampler.engine.params import Shared, bad_word_ids, vllm_params, vllm_prompt
 from services.sampler.engine.runs import Run, Runs
 from services.sampler.engine.sampling import (
     Change,
@@ -250,13 +249,16 @@ class Engine:
     async def _run(self, job: SampleJob, tell: Tell | None, run: Run) -> SampleOutput:
         seed = secrets.randbits(64) if job.params.seed is None else job.params.seed
         plan = plan_of(job.scoring, len(job.prompt), seed, job.params.temperature)
-        constraint = await self._checks.check(job.constraint)
+        shared = Shared(
+            await self._checks.check(job.constraint),
+            await bad_word_ids(job.params.steering.bad_words, self._llm.input_processor),
+        )
         before = all_begun(job)
         # The first sequence scores the prompt for all of them.
         scores = None if plan.empty or before[0].tokens or not plan.needed().size else plan
         goes_on = [index for index, sequence in enumerate(before) if sequence.stop_reason == "cancelled"]
         calls = [
-            self._generate(job, index, before[index].tokens, None if index else scores, constraint, tell, run)
+            self._generate(job, index, before[index].tokens, None if index else scores, shared, tell, run)
             for index in goes_on
         ]
         done = dict(zip(goes_on, await asked.together(calls, job.request_id), strict=True))
@@ -272,7 +274,7 @@ class Engine:
         index: int,
         before: list[int],
         plan: ScorePlan | None,
-        constraint: StructuredOutputsParams | None,
+        shared: Shared,
         tell: Tell | None,
         run: Run,
     ) -> answers.Made | None:
@@ -296,7 +298,7 @@ class Engine:
         self._runs.enter(run, name, time.monotonic())
         try:
             stream, start = tell is not None, len(before)
-            params = vllm_params(job, index, self.limits, plan, constraint, stream=stream, start=start)
+            params = vllm_params(job, index, self.limits, plan, shared, stream=stream, start=start)
             output = await asked.output(self._llm, name, prompt, params, lora, take)
             changes = self._shifts.changes(name, run, first)
             tokens = len(output.outputs[0].token_ids)

@@ -6,16 +6,20 @@ nothing about the distribution that is sampled from.
 
 from __future__ import annotations
 
+import asyncio
 import copy
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from vllm import SamplingParams as VllmParams
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensInput, tokens_input
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.tokenizers import TokenizerLike
+from vllm.v1.engine.input_processor import InputProcessor
 
+from services.common.contract.errors import InvalidRequest
 from services.sampler.config import MAX_BAD_WORD_TOKENS
 from services.sampler.engine.sampling import Limits, SampleJob, sequence_seed, tokens_left
 from services.sampler.engine.snapshot_key import Weights
@@ -28,23 +32,56 @@ from services.sampler.worker.prompt_scores import (
 )
 
 
+@dataclass(frozen=True)
+class Shared:
+    """What is made of a job once, for all of its sequences.
+
+    Attributes:
+        constraint: the job's, checked.
+        bad_words: the tokens of each, in every form that is not sampled; None = there are none.
+    """
+
+    constraint: StructuredOutputsParams | None = None
+    bad_words: list[list[int]] | None = None
+
+
 class _Checked(VllmParams):
-    """Parameters whose constraint was checked. vLLM would parse it again for every sequence, on the loop.
-    Where tokens are drafted it would refuse what its own check of them cannot do, and ours can."""
+    """Parameters of which a job's `Shared` was checked. vLLM would parse the constraint and encode the bad
+    words again for every sequence, on the loop. Where tokens are drafted it would refuse what its own check
+    of them cannot do, and ours can."""
 
     def update_from_tokenizer(self, tokenizer: TokenizerLike) -> None:
-        super().update_from_tokenizer(tokenizer)
-        if (tokens := sum(map(len, self.bad_words_token_ids or ()))) > MAX_BAD_WORD_TOKENS:
-            # A worker that finds no room for them would end the engine.
-            raise VLLMValidationError(
-                f"bad_words are {tokens} tokens in all; send fewer, at most {MAX_BAD_WORD_TOKENS} are taken"
-            )
+        pass
 
     def _validate_structured_outputs(self, *args: object) -> None:
         pass
 
     def _validate_spec_decode(self, *args: object) -> None:
         pass
+
+
+async def bad_word_ids(words: tuple[str, ...], processor: InputProcessor) -> list[list[int]] | None:
+    """What vLLM takes bad words for, made in a thread. None of none.
+
+    Raises:
+        InvalidRequest: one has no tokens, or all have too many.
+    """
+    return await asyncio.to_thread(_tokens_of, words, processor.tokenizer) if words else None
+
+
+def _tokens_of(words: tuple[str, ...], tokenizer: TokenizerLike) -> list[list[int]]:
+    params = VllmParams(bad_words=list(words))
+    try:
+        params.update_from_tokenizer(tokenizer)
+    except VLLMClientError as error:
+        raise InvalidRequest(str(error)) from error
+    found = params.bad_words_token_ids or []
+    if (tokens := sum(map(len, found))) > MAX_BAD_WORD_TOKENS:
+        # A worker that finds no room for them would end the engine.
+        raise InvalidRequest(
+            f"bad_words are {tokens} tokens in all; send fewer, at most {MAX_BAD_WORD_TOKENS} are taken"
+        )
+    return found
 
 
 def vllm_prompt(job: SampleJob, before: list[int], weights: Weights) -> TokensInput:
@@ -60,7 +97,7 @@ def vllm_params(
     index: int,
     limits: Limits,
     plan: ScorePlan | None,
-    constraint: StructuredOutputsParams | None,
+    shared: Shared,
     *,
     stream: bool,
     start: int = 0,
@@ -70,7 +107,7 @@ def vllm_params(
     Args:
         start: tokens of the sequence that were generated before.
         plan: what the sequence scores of the prompt.
-        constraint: the job's, checked.
+        shared: made of the job.
         stream: every output has the tokens since the last one; otherwise there is one, at the end.
     """
     params, steering = job.params, job.params.steering
@@ -87,7 +124,6 @@ def vllm_params(
             steering.presence_penalty,
             steering.repetition_penalty,
             tuple(steering.logit_bias.items()),
-            steering.bad_words,
             job.scoring.topk_sample_logprobs,
             stream,
         )
@@ -95,7 +131,9 @@ def vllm_params(
     made.max_tokens = tokens_left(job, limits) - start
     made.seed = sequence_seed(job.params.seed, index, start)
     made.extra_args = _extra(job, plan)
-    made.structured_outputs = constraint
+    made.structured_outputs = shared.constraint
+    if shared.bad_words is not None:
+        made.bad_words, made._bad_words_token_ids = list(steering.bad_words), shared.bad_words
     return made
 
 
@@ -112,7 +150,6 @@ def _common(
     presence_penalty: float,
     repetition_penalty: float,
     logit_bias: tuple[tuple[int, float], ...],
-    bad_words: tuple[str, ...],
     topk: int,
     stream: bool,
 ) -> _Checked:
@@ -128,7 +165,6 @@ def _common(
         presence_penalty=presence_penalty,
         repetition_penalty=repetition_penalty,
         logit_bias=dict(logit_bias) or None,
-        bad_words=list(bad_words),
         ignore_eos=ignore_eos,
         stop=list(stop),
         stop_token_ids=list(stop_token_ids),

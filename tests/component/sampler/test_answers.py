@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from vllm.config.structured_outputs import StructuredOutputsConfig
-from vllm.exceptions import VLLMClientError
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams as VllmParams
@@ -28,7 +27,7 @@ from services.common.contract.steering import Steering
 from services.sampler.engine.answers import Made, sequence, whole
 from services.sampler.engine.grammars.checking import BACKEND, Checks
 from services.sampler.engine.logprobs.kept import KeptLogprobs
-from services.sampler.engine.params import vllm_params
+from services.sampler.engine.params import Shared, bad_word_ids, vllm_params
 from services.sampler.engine.sampling import Change, Constraint, Limits, SampleJob, SamplingParams
 from services.sampler.worker.prompt_scores import Buffers, ScorePlan, plan_of
 from services.sampler.worker.row_scores import LogprobsOf, RowScores
@@ -217,7 +216,7 @@ async def test_a_constraint_is_parsed_when_it_is_checked_and_not_again_for_every
     assert len(parsed) == 1
     job = SampleJob("r", None, [1, 2, 3], 4, SamplingParams(max_tokens=2))
     for index in range(4):
-        params = vllm_params(job, index, Limits(100, 100, 8), None, constraint, stream=False)
+        params = vllm_params(job, index, Limits(100, 100, 8), None, Shared(constraint), stream=False)
         params._validate_structured_outputs(
             processor.model_config, processor.structured_outputs_config, processor.tokenizer
         )
@@ -231,12 +230,39 @@ async def test_a_constraint_is_parsed_when_it_is_checked_and_not_again_for_every
     assert len(parsed) == 1
 
 
-def test_bad_words_that_a_worker_has_no_room_for_are_refused_before_they_reach_it(tmp_path: Path) -> None:
-    tokenizer = get_tokenizer(make_model(tmp_path / "model", tied=True))
+async def test_bad_words_that_a_worker_has_no_room_for_are_refused_before_they_reach_it(
+    tmp_path: Path,
+) -> None:
+    processor: Any = SimpleNamespace(tokenizer=get_tokenizer(make_model(tmp_path / "model", tied=True)))
     for letter, refused in (("~", False), ("é", True)):
         words = tuple(letter * 126 + f"{index:02d}" for index in range(64))
-        params = SamplingParams(max_tokens=1, steering=Steering(bad_words=words))
-        job = SampleJob("r", None, [1], 1, params, Scoring())
-        asked = vllm_params(job, 0, Limits(VOCAB, 64, 8), None, None, stream=False)
-        with pytest.raises(VLLMClientError, match="send fewer") if refused else nullcontext():
-            asked.update_from_tokenizer(tokenizer)
+        with pytest.raises(InvalidRequest, match="send fewer") if refused else nullcontext():
+            await bad_word_ids(words, processor)
+
+
+async def test_bad_words_are_encoded_once_a_job_and_every_sequence_has_what_vllm_would_make_of_them(
+    tmp_path: Path,
+) -> None:
+    tokenizer = get_tokenizer(make_model(tmp_path / "model", tied=True))
+    encoded: list[str] = []
+
+    def encode(text: str, **options: bool) -> list[int]:
+        encoded.append(text)
+        return tokenizer.encode(text, **options)
+
+    counting: Any = SimpleNamespace(encode=encode, max_token_id=tokenizer.max_token_id)
+    words = ("no", " never", "nö")
+    shared = Shared(bad_words=await bad_word_ids(words, SimpleNamespace(tokenizer=counting)))  # type: ignore[arg-type]
+    own = VllmParams(bad_words=list(words))
+    own.update_from_tokenizer(tokenizer)
+    job = SampleJob("r", None, [1], 4, SamplingParams(max_tokens=1, steering=Steering(bad_words=words)))
+    for index in range(4):
+        asked = vllm_params(job, index, Limits(VOCAB, 64, 8), None, shared, stream=False)
+        asked.update_from_tokenizer(counting)
+        told = msgspec.msgpack.decode(msgspec.msgpack.encode(asked), type=VllmParams)
+        assert (told.bad_words, told.bad_words_token_ids) == (list(words), own.bad_words_token_ids)
+    assert len(encoded) == 2 * len(words)
+    free = vllm_params(
+        SampleJob("r", None, [1], 1, SamplingParams()), 0, Limits(VOCAB, 64, 8), None, Shared(), stream=False
+    )
+    assert not free.bad_words and free.bad_words_token_ids is None

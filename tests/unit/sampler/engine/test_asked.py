@@ -206,3 +206,40 @@ async def test_of_calls_together_the_others_end_with_the_one_that_fails() -> Non
         [3],
         [4, 5],
     ]
+
+
+async def test_of_many_sequences_a_few_begin_in_each_turn_of_the_loop() -> None:
+    begun: list[int] = []
+
+    async def call(index: int) -> int:
+        begun.append(index)
+        await asyncio.sleep(0.05)
+        return index
+
+    asking = asyncio.create_task(asked.together([call(index) for index in range(100)], "name"))
+    seen = 0
+    while len(begun) < 100:
+        await asyncio.sleep(0)
+        assert len(begun) - seen <= 8
+        seen = len(begun)
+    assert await asking == list(range(100))
+
+
+@pytest.mark.parametrize("turns", range(1, 5))
+@pytest.mark.filterwarnings("error")
+async def test_sequences_that_have_not_begun_never_do_when_their_job_is_cancelled(turns: int) -> None:
+    begun: list[int] = []
+
+    async def call(index: int) -> None:
+        begun.append(index)
+        await asyncio.Event().wait()
+
+    asking = asyncio.create_task(asked.together([call(index) for index in range(100)], "name"))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert len(begun) < 40
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) == 1

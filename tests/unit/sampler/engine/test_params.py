@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.common.contract.sample_schema import Scoring
 from services.common.contract.steering import Steering
-from services.sampler.engine.params import vllm_params
+from services.sampler.engine.params import Shared, vllm_params
 from services.sampler.engine.sampling import Limits, SampleJob, SamplingParams, sequence_seed
 
 LIMITS = Limits(vocab_size=100, context_length=32, max_sequences=8)
@@ -17,7 +17,7 @@ def job(params: SamplingParams, topk: int = 0) -> SampleJob:
 
 def test_sequences_that_ask_alike_have_each_their_own_seed_length_and_stop_tokens() -> None:
     first, second, later = (
-        vllm_params(job(PARAMS), index, LIMITS, None, None, stream=False, start=start)
+        vllm_params(job(PARAMS), index, LIMITS, None, Shared(), stream=False, start=start)
         for index, start in ((0, 0), (1, 0), (1, 3))
     )
     # As vLLM does with the tokens that end a text in the model's own files.
@@ -36,8 +36,8 @@ def test_what_is_asked_for_is_said_also_after_others_asked_for_something_else() 
         stop_strings=("end",), steering=Steering(min_p=0.1, logit_bias={3: -1.0}, bad_words=("no",))
     )
     for _ in range(2):
-        one = vllm_params(job(greedy), 0, LIMITS, None, None, stream=False)
-        other = vllm_params(job(steered, topk=4), 0, LIMITS, None, None, stream=True)
+        one = vllm_params(job(greedy), 0, LIMITS, None, Shared(), stream=False)
+        other = vllm_params(job(steered, topk=4), 0, LIMITS, None, Shared(bad_words=[[7]]), stream=True)
         assert (one.temperature, one.ignore_eos, one.stop, one.logprobs) == (0.0, True, [], 0)
         assert (one.seed, one.max_tokens, one.detokenize, one.extra_args) == (None, 30, False, None)
         assert (other.temperature, other.ignore_eos, other.stop, other.logprobs) == (1.0, False, ["end"], 4)
