@@ -31,6 +31,7 @@ from services.sampler.worker.prompt_scores import TopkLogprobs
 from tinsmith.internal.v1 import sampler_pb2
 from tinsmith.v1 import sampling_pb2, types_pb2
 
+_SMALL_BYTES = 1024
 _STOP_REASONS: dict[StopReason, sampling_pb2.StopReason.ValueType] = {
     "stop": sampling_pb2.STOP_REASON_STOP,
     "length": sampling_pb2.STOP_REASON_LENGTH,
@@ -79,10 +80,17 @@ def _prompt_from_pb(pb: types_pb2.Tensor) -> list[int]:
     )
 
 
-@lru_cache(maxsize=256)
 def _params_of(data: bytes) -> SamplingParams:
-    """Of serialized ones: many samples in a row have the same."""
+    """Of serialized ones: many samples in a row have the same. Of large ones only the last is kept."""
+    return (_small if len(data) <= _SMALL_BYTES else _large)(data)
+
+
+def _read(data: bytes) -> SamplingParams:
     return _params_from_pb(sampling_pb2.SamplingParams.FromString(data))
+
+
+_small = lru_cache(maxsize=256)(_read)
+_large = lru_cache(maxsize=1)(_read)
 
 
 def _params_from_pb(pb: sampling_pb2.SamplingParams) -> SamplingParams:

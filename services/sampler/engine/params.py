@@ -21,7 +21,13 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from services.common.contract.errors import InvalidRequest
 from services.sampler.config import MAX_BAD_WORD_TOKENS
-from services.sampler.engine.sampling import Limits, SampleJob, sequence_seed, tokens_left
+from services.sampler.engine.sampling import (
+    Limits,
+    SampleJob,
+    SamplingParams,
+    sequence_seed,
+    tokens_left,
+)
 from services.sampler.engine.snapshot_key import Weights
 from services.sampler.worker.prompt_scores import (
     CACHE_LIMIT_KEY,
@@ -112,7 +118,7 @@ def vllm_params(
     """
     params, steering = job.params, job.params.steering
     made = copy.copy(
-        _common(
+        (_small if _is_small(params) else _large)(
             params.temperature,
             params.top_k,
             params.top_p,
@@ -137,7 +143,6 @@ def vllm_params(
     return made
 
 
-@lru_cache(maxsize=256)
 def _common(
     temperature: float,
     top_k: int,
@@ -153,8 +158,7 @@ def _common(
     topk: int,
     stream: bool,
 ) -> _Checked:
-    """What many sequences in a row are asked alike, made and checked once. Each has a copy, in which vLLM
-    replaces what it changes."""
+    """What sequences are asked alike."""
     return _Checked(
         max_tokens=1,
         temperature=temperature,
@@ -179,6 +183,19 @@ def _common(
         # Made for one sequence, and asked with once: vLLM would copy all that is in it.
         skip_clone=True,
     )
+
+
+# What many sequences in a row are asked is made and checked once. Each has a copy, in which vLLM replaces
+# what it changes. What is large may be a megabyte: of that only the last is kept.
+_small = lru_cache(maxsize=256)(_common)
+_large = lru_cache(maxsize=1)(_common)
+_SMALL = 256
+
+
+def _is_small(params: SamplingParams) -> bool:
+    """By characters and tokens."""
+    listed = len(params.stop_token_ids) + len(params.steering.logit_bias)
+    return listed + sum(map(len, params.stop_strings)) <= _SMALL
 
 
 def _extra(job: SampleJob, plan: ScorePlan | None) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -38,6 +39,24 @@ def test_a_request_becomes_a_job() -> None:
     assert job.prompt == [4, 5, 2**31 - 1]
     assert job.snapshot == SnapshotKey("s:train:0", 4)
     assert job.params == SamplingParams(seed=2**64 - 1, temperature=0.5, top_p=0.9)
+
+
+def test_parameters_are_read_once_for_samples_in_a_row_and_large_ones_not_kept_of_many() -> None:
+    def read(text: str) -> SamplingParams:
+        stop = sampling_pb2.StopCondition(strings={"values": [text]})
+        first, second = (convert.sample_job_from_pb(request(stop=stop)).params for _ in range(2))
+        assert first is second and first.stop_strings == (text,)
+        return first
+
+    small = read("small")
+    tracemalloc.start()
+    try:
+        for number in range(64):
+            read(f"{number}" * 2**16)
+        assert tracemalloc.get_traced_memory()[0] < 2**20
+    finally:
+        tracemalloc.stop()
+    assert read("small") is small
 
 
 def test_whose_log_probabilities_are_asked_for_is_kept_and_is_a_part_of_the_request() -> None:

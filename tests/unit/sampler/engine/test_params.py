@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 from services.common.contract.sample_schema import Scoring
 from services.common.contract.steering import Steering
 from services.sampler.engine.params import Shared, vllm_params
@@ -43,3 +45,23 @@ def test_what_is_asked_for_is_said_also_after_others_asked_for_something_else() 
         assert (other.temperature, other.ignore_eos, other.stop, other.logprobs) == (1.0, False, ["end"], 4)
         assert (other.min_p, other.logit_bias, other.bad_words) == (0.1, {3: -1.0}, ["no"])
         assert other.detokenize and other.output_kind != one.output_kind
+
+
+def test_what_is_large_is_made_once_a_job_and_not_kept_of_many() -> None:
+    def asked(number: int, stop: str) -> object:
+        params = SamplingParams(stop_strings=tuple(f"{stop}{number}-{place}" for place in range(200)))
+        first, second = (
+            vllm_params(job(params), index, LIMITS, None, Shared(), stream=False) for index in (0, 1)
+        )
+        # Copies of one: its lists are made once.
+        assert first.stop is second.stop
+        return first
+
+    asked(0, "x")
+    tracemalloc.start()
+    try:
+        for number in range(40):
+            asked(number, "stop" * 200)
+        assert tracemalloc.get_traced_memory()[0] < 2**21
+    finally:
+        tracemalloc.stop()
