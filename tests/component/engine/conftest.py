@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -70,8 +71,8 @@ def engine(loaded: Engine) -> Iterator[Engine]:
     made: list[str] = []
     original = loaded.create_model
 
-    def create(model_id: str, lora: LoraSpec | None) -> None:
-        original(model_id, lora)
+    def create(model_id: str, lora: LoraSpec | None, **how: Any) -> None:
+        original(model_id, lora, **how)
         made.append(model_id)
 
     loaded.create_model = create  # type: ignore[method-assign]

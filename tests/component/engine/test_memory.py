@@ -119,7 +119,7 @@ def test_a_sequence_that_does_not_fit_fails_its_operation_and_no_other(
 def test_an_adapter_that_does_not_fit_is_not_made_and_may_be_made_later(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*_: Any) -> Adapter:
+    def refused(*_: Any, **__: Any) -> Adapter:
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patched:
