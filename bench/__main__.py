@@ -65,6 +65,7 @@ MEASUREMENTS: dict[str, tuple[str, Callable[[Stack], list[Row]]]] = {
     "accepting": ("Accepting requests", latency.accepting),
     "publishing": ("Publishing weights", publishing.measure),
     "sampling-base": ("Sampling the base model", sampling.base_model),
+    "sampling-base-alone": ("Sampling the base model without adapters", sampling.base_model_alone),
     "sampling-adapters": ("Sampling adapters", sampling.adapters),
     "sampling-many": ("Sampling 1,024 sequences at once", sampling.many_sequences),
     "sample-costs": ("What a sample costs its services", cost.one_token_samples),

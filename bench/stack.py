@@ -62,8 +62,23 @@ def on_a_tiny_model(stack: Stack) -> Iterator[Stack]:
     """A cluster of its own on the model of the tests, beside another that rests: its passes are short, so
     what is measured is the passage through the services."""
     scratch = stack.scratch / "tiny"
-    model_dir, data_dir = make_tiny_model(scratch / "model", vocab=_TINY_VOCAB), scratch / "data"
-    with cluster.start(BASE_MODEL, str(model_dir), data_dir, lambda _: None, *CPU) as running:
+    model_dir = make_tiny_model(scratch / "model", vocab=_TINY_VOCAB)
+    with _another(replace(stack, scratch=scratch, model_dir=model_dir, vocab=_TINY_VOCAB)) as started:
+        yield started
+
+
+@contextmanager
+def without_adapters(stack: Stack) -> Iterator[Stack]:
+    """A cluster of its own on the same model, beside another that rests, whose sampler has no adapters."""
+    with _another(replace(stack, scratch=stack.scratch / "base"), "--max-loras", "0") as started:
+        yield started
+
+
+@contextmanager
+def _another(stack: Stack, *options: str) -> Iterator[Stack]:
+    """A cluster of its own on the same model, with its data in `scratch`."""
+    data_dir = stack.scratch / "data"
+    with cluster.start(BASE_MODEL, str(stack.model_dir), data_dir, lambda _: None, *CPU, *options) as running:
         to = running.endpoint
         with tinker.ServiceClient(base_url=to.base_url, api_key=to.api_key) as service:
             yield replace(
@@ -73,9 +88,6 @@ def on_a_tiny_model(stack: Stack) -> Iterator[Stack]:
                 grpc_address=to.grpc_address,
                 api_key=to.api_key,
                 data_dir=data_dir,
-                model_dir=model_dir,
-                scratch=scratch,
-                vocab=_TINY_VOCAB,
                 pid=running.pid,
             )
 

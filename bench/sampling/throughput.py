@@ -11,11 +11,11 @@ from tinker import types
 
 from bench.rows import Row, added_row, alternate, ratio_row, seconds
 from bench.sampling.bare_vllm import ADAPTERS, BareVllm
-from bench.stack import BASE_MODEL, Stack, next_token_datum, random_tokens, train
+from bench.stack import BASE_MODEL, Stack, next_token_datum, random_tokens, train, without_adapters
 from bench.training.exactness import newest_snapshot
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 64, 64, 128
-BASE_REPETITIONS, MANY_REPETITIONS, ADAPTER_REPETITIONS, ONE_TOKEN_REPETITIONS = 5, 2, 1, 60
+BASE_REPETITIONS, MANY_REPETITIONS, ADAPTER_REPETITIONS, ONE_TOKEN_REPETITIONS = 7, 2, 1, 60
 GROUP, GROUP_TOKENS, ADAPTED_TOKENS = 16, 32, 2
 """Answers to each prompt, and their tokens, of a batch of 1,024 sequences; fewer tokens where they have
 adapters, for which vLLM's own functions take many times as long on a CPU."""
@@ -25,8 +25,8 @@ def base_model(stack: Stack) -> list[Row]:
     """The base model: the throughput of a batch, and the time to a single token.
 
     Both engines compute in float32 and return the log-probability of every token. On a CPU vLLM's own
-    compiles the model, and a sampler compiles nothing; `eager_ratio` is beside a third one that does not
-    either.
+    compiles the model, which a sampler does only without adapters; `eager_ratio` is beside a third one that
+    compiles nothing either.
     """
     client = stack.service.create_sampling_client(base_model=BASE_MODEL).result()
     bare = BareVllm(stack.model_dir, stack.threads, "plain", stack.scratch / "bare-vllm-plain.log")
@@ -45,6 +45,19 @@ def base_model(stack: Stack) -> list[Row]:
     )
     ratios = [without / mine for without, mine in zip(beside, again, strict=True)]
     return [replace(row, details={**row.details, "eager_ratio": round(statistics.median(ratios), 2)}), first]
+
+
+def base_model_alone(stack: Stack) -> list[Row]:
+    """The throughput of a sampler of the base model alone, which has no adapters, as plain vLLM has none."""
+    bare = BareVllm(stack.model_dir, stack.threads, "plain", stack.scratch / "bare-vllm-alone.log")
+    try:
+        with without_adapters(stack) as other:
+            client = other.service.create_sampling_client(base_model=BASE_MODEL).result()
+            ours, theirs = _compare(other, [client], bare, [], BASE_REPETITIONS)
+    finally:
+        bare.close()
+    name = "sampling, base model, sampler without adapters: API / plain LLM.generate"
+    return [ratio_row(name, ours, theirs, PROMPTS * NEW_TOKENS, at_least=0.95)]
 
 
 def adapters(stack: Stack) -> list[Row]:

@@ -23,7 +23,7 @@ from services.launcher.placement import Place, left_to_trainers, places
 _LOOPBACK = "127.0.0.1"
 _KV_SHARE = 25
 """Percent of a machine's memory that its samplers on the CPU take for keys and values at most, together;
-engine/cpu_cache.py of a sampler divides it."""
+engine/settings/cpu_cache.py of a sampler divides it."""
 
 _TRAINER_GRACE_S = 90.0
 """An agent kills ranks after 30 s, and may wait as long again for their end."""
@@ -96,6 +96,7 @@ class Options:
     model_runner: str = "auto"
     speculative_ngram_tokens: int = 0
     routed_experts: str = "no"
+    enforce_eager: str = "no"
     checkpoint_store: str = ""
     redis_appendfsync: str = "everysec"
     mtls: str = "on"
@@ -325,7 +326,7 @@ def _sampler(options: Options, index: int, model: Model, place: Place) -> Proces
     argv += ["--kv-cache-dtype", options.kv_cache_dtype, "--head-dtype", options.head_dtype]
     argv += ["--quantization", options.quantization, "--model-runner", options.model_runner]
     argv += ["--speculative-ngram-tokens", str(options.speculative_ngram_tokens)]
-    argv += ["--routed-experts", options.routed_experts]
+    argv += ["--routed-experts", options.routed_experts, "--enforce-eager", options.enforce_eager]
     computes = _on(place)
     together = len(options.models) * options.samplers
     if not place.gpus and options.kv_cache_gib is None:

@@ -74,6 +74,8 @@ class SamplerConfig:
             drafted, else what vLLM itself would take.
         speculative_ngram_tokens: most tokens that a step drafts for each sequence, from what followed its
             last ones when they came before; 0 = none. Drafts change how many tokens a step makes, and none.
+        enforce_eager: nothing is compiled, and on a GPU nothing captured: it starts sooner, needs less memory
+            and is slower. Else vLLM compiles what it does on this device: on a CPU models without adapters.
         routed_experts: the experts of a sample's tokens are told if it asks for them, or this does not start.
             vLLM then notes those of every token, on its V2 model runner. On a CPU V1 tells them in any case,
             and notes them where they are asked for.
@@ -113,6 +115,7 @@ class SamplerConfig:
     quantization: Quantization = "auto"
     model_runner: ModelRunner = "auto"
     speculative_ngram_tokens: int = 0
+    enforce_eager: bool = False
     routed_experts: bool = False
     gpu_memory_utilization: float = 0.4
     tensor_parallel_size: int = 1
@@ -157,6 +160,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "head_dtype": get_args(HeadDtype),
     "quantization": get_args(Quantization),
     "model_runner": get_args(ModelRunner),
+    "enforce_eager": ("yes", "no"),
     "routed_experts": ("yes", "no"),
 }
 """What a word may be."""
@@ -210,6 +214,7 @@ def _parser() -> argparse.ArgumentParser:
     flag("--quantization", "of weights; auto: as the model's files are")
     flag("--model-runner", "of vLLM; auto: v1 on a CPU or with drafts alone, else vLLM's choice")
     flag("--speculative-ngram-tokens", "tokens drafted for each sequence and step; 0 = none")
+    flag("--enforce-eager", "yes: the model is not compiled")
     flag(
         "--routed-experts", "yes: samples may ask for them on a GPU, too, where those of all tokens are noted"
     )
@@ -246,7 +251,7 @@ def parse(argv: list[str] | None = None) -> SamplerConfig:
         if args[setting] not in words:
             flag = "--" + setting.replace("_", "-")
             raise InvalidRequest(f"{flag} is {args[setting]!r}; it must be one of {', '.join(words)}")
-    for setting in ("access_log", "routed_experts"):
+    for setting in ("access_log", "enforce_eager", "routed_experts"):
         args[setting] = args[setting] == "yes"
     _check_together(args)
     redis_url = os.environ.get(REDIS_URL_VARIABLE)
@@ -346,12 +351,13 @@ def notes_experts(config: SamplerConfig, device: str) -> bool:
     return config.routed_experts and (device != "cpu" or config.model_runner == "v2")
 
 
-def device_environment(config: SamplerConfig, device: str, *, triton: bool) -> dict[str, str]:
+def device_environment(config: SamplerConfig, device: str, *, triton: bool, compiles: bool) -> dict[str, str]:
     """Environment of vLLM that depends on what it runs on, above all which of its two model runners computes
     the steps. Without a word of it vLLM chooses.
 
     Args:
         triton: whether vLLM has Triton here, in which the kernels of its V2 model runner are written.
+        compiles: whether the model is compiled.
 
     Raises:
         InvalidRequest: V2 is asked for where it cannot run.
@@ -363,8 +369,8 @@ def device_environment(config: SamplerConfig, device: str, *, triton: bool) -> d
             raise InvalidRequest(f"{flag} needs Triton, and vLLM has none on this {device}; leave it out")
         runner = "v2"
     if device == "cpu":
-        # Nothing of the model is compiled on a CPU; compiling the sampler's helpers only costs start-up.
-        environment = {"TORCH_COMPILE_DISABLE": "1"}
+        # Compiling the sampler's helpers alone only costs start-up.
+        environment = {"TORCH_COMPILE_DISABLE": "0" if compiles else "1"}
     else:
         # Else vLLM has FlashInfer draw under top-k and top-p, in its warm-up already. FlashInfer compiles
         # that with a CUDA toolkit, which nothing else here needs: without one the engine ends at its start.

@@ -15,7 +15,7 @@ import yaml
 from transformers import AutoConfig
 
 from services.sampler.config import parse
-from services.sampler.engine.settings import engine_args
+from services.sampler.engine.settings.arguments import engine_args
 from tests.helm.rendered import ROOT, arguments, identities, pick, pod, refusal, render, workloads
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -276,8 +276,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "max-batched-tokens",
             _whole(1, auto=True),
             None,
-            "tokens of prompts and sequences in one step of a sampler (default: auto, what vLLM takes on "
-            "this device)",
+            "tokens of prompts and sequences in a sampler's step (default: auto, vLLM's of this device)",
         ),
         Setting(
             "kv-cache-dtype",
@@ -321,6 +320,12 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "no",
             "yes: samples may ask which experts had their tokens on GPUs too, where samplers then note those "
             "of all tokens; every --model must have routed experts then (default: no, on a CPU alone)",
+        ),
+        Setting(
+            "enforce-eager",
+            _one_of("yes", "no"),
+            "no",
+            "yes: samplers compile nothing, and start sooner (default: no; on CPUs only with --max-loras 0)",
         ),
     ),
     "logs": (

@@ -49,7 +49,8 @@ from services.sampler.engine.sampling import (
     all_begun,
     served,
 )
-from services.sampler.engine.settings import PAST_LOADERS, adapts, started
+from services.sampler.engine.settings.arguments import started
+from services.sampler.engine.settings.models import PAST_LOADERS, adapts
 from services.sampler.engine.shifts.front import Shifts
 from services.sampler.engine.shifts.full_front import ModelWeights
 from services.sampler.engine.snapshot_key import Adapter

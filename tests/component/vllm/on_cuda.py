@@ -56,13 +56,15 @@ def main(model: str, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
     from vllm.usage.usage_lib import UsageContext
 
     from services.sampler.config import SamplerConfig, device_environment, engine_environment
-    from services.sampler.engine.settings import checked_args
+    from services.sampler.engine.settings.arguments import checked_args
 
     told: list[dict[str, Any]] = []
     for settings in asked:
         wanted = SamplerConfig("sampler-0", "org/model", model, model, "redis://", **settings)
         os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
-        os.environ.update(engine_environment(wanted) | device_environment(wanted, "cuda", triton=True))
+        os.environ.update(
+            engine_environment(wanted) | device_environment(wanted, "cuda", triton=True, compiles=True)
+        )
         disable_envs_cache()
         made = checked_args(wanted, "cuda").create_engine_config(UsageContext.OPENAI_API_SERVER)
         told.append(

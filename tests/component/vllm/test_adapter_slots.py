@@ -26,7 +26,7 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from services.sampler.config import SamplerConfig
-from services.sampler.engine.settings import engine_args
+from services.sampler.engine.settings.arguments import engine_args
 from services.sampler.worker.adapters.slots import WorkerSlots
 from services.sampler.worker.extension import WorkerExtension
 from services.sampler.worker.jobs import Outcome

@@ -26,7 +26,8 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
 from services.common.contract.errors import InvalidRequest
 from services.sampler.config import SamplerConfig
-from services.sampler.engine.settings import check_model, engine_args
+from services.sampler.engine.settings.arguments import engine_args
+from services.sampler.engine.settings.checks import check_model
 from services.sampler.worker.prompt_scores import SAMPLED_KEY
 from services.sampler.worker.v1.drafts import DraftCheck
 from services.sampler.worker.v1.sampled_logprobs import SampledLogprobs

@@ -27,7 +27,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker import gpu_model_runner
 
 from services.sampler.config import HeadDtype, SamplerConfig
-from services.sampler.engine.settings import engine_args
+from services.sampler.engine.settings.arguments import engine_args
 from services.sampler.worker import text_models
 from services.sampler.worker.adapters import heads
 from services.sampler.worker.cpu import experts, rotations

@@ -24,7 +24,7 @@ from services.common.contract.errors import InvalidRequest, Unavailable
 from services.sampler.engine.grammars import checking, core
 from services.sampler.engine.grammars.checking import Checks
 from services.sampler.engine.sampling import Constraint
-from services.sampler.engine.settings import engine_args
+from services.sampler.engine.settings.arguments import engine_args
 from tests.component.sampler.process import make_model
 from tests.unit.sampler.engine.test_settings import config_of
 

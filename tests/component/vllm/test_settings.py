@@ -12,7 +12,8 @@ import pytest
 from services.common.contract.errors import InvalidRequest
 from services.sampler.config import Quantization, SamplerConfig
 from services.sampler.engine.experts import models
-from services.sampler.engine.settings import check_model, engine_args
+from services.sampler.engine.settings.arguments import engine_args
+from services.sampler.engine.settings.checks import check_model
 from tests.unit.sampler.engine.test_settings import config_of
 
 

@@ -27,7 +27,7 @@ from vllm.v1.worker.gpu.lora_utils import LoraState
 
 from services.sampler.config import SamplerConfig
 from services.sampler.engine.scheduler import make_scheduler
-from services.sampler.engine.settings import engine_args
+from services.sampler.engine.settings.arguments import engine_args
 from services.sampler.engine.shifts.core import SHIFTS_KEY, Shifts
 from services.sampler.worker.runner import attached
 from services.sampler.worker.v2.runner import RunnerV2

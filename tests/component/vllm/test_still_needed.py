@@ -40,7 +40,7 @@ from vllm.v1.worker.gpu.sample import sampler as sampler_v2
 from services.sampler.config import SamplerConfig
 from services.sampler.engine.engine_stats import EngineStats
 from services.sampler.engine.logprobs.core import StepRows, pack
-from services.sampler.engine.settings import engine_args
+from services.sampler.engine.settings.arguments import engine_args
 from tests.component.sampler.process import make_model
 from tests.unit.sampler.worker.written import written
 

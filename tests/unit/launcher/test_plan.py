@@ -171,7 +171,7 @@ def test_what_is_left_to_a_service_is_not_said(tmp_path: Path) -> None:
     said = dict(itertools.pairwise(sampler.argv))
     assert (said["--head-dtype"], said["--speculative-ngram-tokens"]) == ("auto", "0")
     assert (said["--quantization"], said["--model-runner"]) == ("auto", "auto")
-    assert said["--routed-experts"] == "no"
+    assert (said["--routed-experts"], said["--enforce-eager"]) == ("no", "no")
     given = options(
         tmp_path,
         max_context=4096,
@@ -183,6 +183,7 @@ def test_what_is_left_to_a_service_is_not_said(tmp_path: Path) -> None:
         quantization="fp8_per_channel",
         model_runner="v1",
         routed_experts="yes",
+        enforce_eager="yes",
     )
     _, trainer, sampler, *_ = plan.processes(given, launch)
     said = dict(itertools.pairwise(trainer.argv)) | dict(itertools.pairwise(sampler.argv))
@@ -190,7 +191,7 @@ def test_what_is_left_to_a_service_is_not_said(tmp_path: Path) -> None:
     assert (said["--kv-cache-gib"], said["--max-sequences"]) == ("2.0", "9")
     assert (said["--head-dtype"], said["--speculative-ngram-tokens"]) == ("float32", "4")
     assert (said["--quantization"], said["--model-runner"]) == ("fp8_per_channel", "v1")
-    assert said["--routed-experts"] == "yes"
+    assert (said["--routed-experts"], said["--enforce-eager"]) == ("yes", "yes")
     assert (said["--max-lora-rank"], said["--max-loras"]) == ("128", "8")
 
 

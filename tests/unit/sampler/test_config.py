@@ -132,7 +132,9 @@ def test_stages_times_their_workers_are_the_workers_of_a_replica() -> None:
 def runner_of(device: str, *flags: str, triton: bool = True) -> str | None:
     """vLLM's switch of its V2 model runner; None = vLLM chooses."""
     settings = config.parse([*ARGUMENTS, *flags])
-    return config.device_environment(settings, device, triton=triton).get("VLLM_USE_V2_MODEL_RUNNER")
+    return config.device_environment(settings, device, triton=triton, compiles=False).get(
+        "VLLM_USE_V2_MODEL_RUNNER"
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -174,6 +176,6 @@ def test_on_cuda_what_a_toolkit_would_have_to_compile_is_not_used_unless_the_env
     variable = "VLLM_USE_FLASHINFER_SAMPLER"
     settings = config.parse(ARGUMENTS)
     monkeypatch.delenv(variable, raising=False)
-    assert config.device_environment(settings, "cuda", triton=True)[variable] == "0"
+    assert config.device_environment(settings, "cuda", triton=True, compiles=True)[variable] == "0"
     monkeypatch.setenv(variable, "1")
-    assert config.device_environment(settings, "cuda", triton=True)[variable] == "1"
+    assert config.device_environment(settings, "cuda", triton=True, compiles=True)[variable] == "1"

@@ -15,16 +15,11 @@ from transformers import AutoConfig
 
 from services.common.contract.errors import InvalidRequest
 from services.sampler.config import GIB, SamplerConfig
-from services.sampler.engine import settings as module
 from services.sampler.engine.grammars.core import SECONDS_KEY
-from services.sampler.engine.settings import (
-    adapts,
-    check_attention,
-    check_text,
-    checked_args,
-    engine_args,
-    refusals,
-)
+from services.sampler.engine.settings import arguments as module
+from services.sampler.engine.settings.arguments import checked_args, engine_args, refusals
+from services.sampler.engine.settings.checks import check_attention, check_text
+from services.sampler.engine.settings.models import adapts, compiles
 from services.sampler.worker import text_models
 
 
@@ -276,3 +271,45 @@ def test_a_grammar_that_takes_too_long_fails_before_the_engine_counts_as_stuck(t
     for stall, seconds in ((300.0, 60.0), (4.0, 2.0)):
         arguments = engine_args(replace(config, stall_seconds=stall), "cuda")
         assert arguments.additional_config[SECONDS_KEY] == seconds
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A C++ compiler, and Python's headers."""
+    program = tmp_path / "cxx"
+    program.touch(0o755)
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("CXX", str(program))
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    return program
+
+
+def test_a_gpu_compiles_every_model_and_a_cpu_those_without_adapters(tmp_path: Path, compiler: Path) -> None:
+    config = config_of(tmp_path / "model", "qwen3")
+    without = replace(config, max_loras=0)
+    assert compiles(config, "cuda") and compiles(without, "cuda") and compiles(without, "cpu")
+    assert not compiles(config, "cpu")
+    for device in ("cpu", "cuda"):
+        assert not compiles(replace(without, enforce_eager=True), device)
+    assert engine_args(without, "cpu").enforce_eager is False
+    assert engine_args(config, "cpu").enforce_eager is True
+
+
+def test_a_cpu_compiles_no_experts_whose_routers_python_calls_and_no_quantised_weights(
+    tmp_path: Path, compiler: Path
+) -> None:
+    quantised = {"quantization_config": {"quant_method": "compressed-tensors"}}
+    for name, family, settings in (("experts", "qwen3_moe", {}), ("quantised", "qwen3", quantised)):
+        config = replace(config_of(tmp_path / name, family, **settings), max_loras=0)
+        assert not compiles(config, "cpu") and compiles(config, "cuda")
+
+
+def test_a_cpu_compiles_nothing_where_no_compiler_is_or_no_header_of_python(
+    tmp_path: Path, compiler: Path
+) -> None:
+    config = replace(config_of(tmp_path / "model", "qwen3"), max_loras=0)
+    (tmp_path / "Python.h").unlink()
+    assert not compiles(config, "cpu")
+    (tmp_path / "Python.h").touch()
+    compiler.unlink()
+    assert not compiles(config, "cpu")

@@ -15,7 +15,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import is_in_target_modules
 
 from services.common.contract.adapters import LORA_ALPHA
-from services.sampler.engine.settings import LORA_TARGETS
+from services.sampler.engine.settings.arguments import LORA_TARGETS
 from services.trainer.compute.data import LoraSpec
 from services.trainer.compute.lora.adapter import Adapter
 from services.trainer.compute.lora.experts import shapes_of
