@@ -18,7 +18,7 @@ from bench.training.bare_engine import BareEngine
 from bench.training.bare_torch import BareLoop
 
 LEARNING_RATE = 1e-4
-ROWS, TOKENS, REPETITIONS = 32, 128, 5
+ROWS, TOKENS, TRAINING_REPETITIONS, REPETITIONS = 32, 128, 9, 5
 TENANTS = 4
 MIXED = 10
 PROMPT, ANSWERS, ANSWER = 512, 16, 64
@@ -47,7 +47,7 @@ def training(stack: Stack) -> list[Row]:
     ]
     try:
         alternate(1, *sides)
-        ours, bare, alone, together = alternate(REPETITIONS, *sides)
+        ours, bare, alone, together = alternate(TRAINING_REPETITIONS, *sides)
     finally:
         engine.close()
     tokens = ROWS * TOKENS
