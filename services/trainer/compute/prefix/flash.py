@@ -1,9 +1,12 @@
-"""Attention over a flat batch with trees of pieces, by FlashAttention.
+"""Attention over a flat batch with trees of pieces, or with sinks, by FlashAttention.
 
 Every piece meets itself in one call for all of them; then the tokens below pieces that others continue meet
 those pieces, in a call for all pieces that have as many above them. What the calls come to is merged by the
 logarithms of the sums of their exponentials, and the backward pass of each is given what was merged: what it
 finds then is its part of the gradient, as between the blocks of ring attention (Liu et al. 2023).
+
+A sink is a score of a head that each token meets and that has no value (gpt-oss model card, OpenAI 2025). It
+is merged as a call would be that came to nothing, with the sink as its sum.
 
 Invariant: a token meets each one that it sees in one call, and no other token in any. Calls are merged in
 float32, in the same order every time.
@@ -56,16 +59,30 @@ class FlashAttention:
     values [S, key heads, size]."""
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, Run], causal: bool, scale: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        runs: tuple[Run, Run],
+        causal: bool,
+        scale: float,
+        window: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """[T, heads, size], and of each head and query the logarithm of the sum of the exponentials of its
         scores, float32 [heads, T].
 
         Args:
             runs: the sequences of queries, and those of keys.
+            window: tokens that each sees where it is causal, itself included; None: all before it.
         """
         output, sums, *_ = torch.ops.aten._flash_attention_forward(
-            query, key, value, *_asked(runs, causal), return_debug_mask=False, scale=scale
+            query,
+            key,
+            value,
+            *_asked(runs, causal, window),
+            return_debug_mask=False,
+            scale=scale,
+            **_seen(causal, window),
         )
         return output, sums
 
@@ -77,6 +94,7 @@ class FlashAttention:
         runs: tuple[Run, Run],
         causal: bool,
         scale: float,
+        window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of query, key and value.
 
@@ -86,15 +104,29 @@ class FlashAttention:
         """
         drawn = _drawn(above.device), torch.empty(0, device=above.device)
         found = torch.ops.aten._flash_attention_backward(
-            above, *given, *made, *_asked(runs, causal), *drawn, scale=scale
+            above,
+            *given,
+            *made,
+            *_asked(runs, causal, window),
+            *drawn,
+            scale=scale,
+            **_seen(causal, window),
         )
         return cast(tuple[Tensor, Tensor, Tensor], found)
 
 
-def _asked(runs: tuple[Run, Run], causal: bool) -> tuple[Tensor, Tensor, int, int, float, bool]:
-    """What its kernels are told of sequences; nothing is dropped."""
+def _asked(
+    runs: tuple[Run, Run], causal: bool, window: int | None
+) -> tuple[Tensor, Tensor, int, int, float, bool]:
+    """What its kernels are told of sequences; nothing is dropped. Causal they call what has no window."""
     queries, keys = runs
-    return queries.offsets, keys.offsets, queries.longest, keys.longest, 0.0, causal
+    return queries.offsets, keys.offsets, queries.longest, keys.longest, 0.0, causal and window is None
+
+
+def _seen(causal: bool, window: int | None) -> dict[str, int]:
+    """How many tokens before and after its own each sees; -1: all."""
+    before, after = -1 if window is None else window - 1, 0 if causal else -1
+    return {"window_size_left": before, "window_size_right": after}
 
 
 @cache
@@ -145,6 +177,9 @@ def attend_pieces(
     levels: Sequence[Level],
     scale: float,
     kernel: FlashAttention | None = None,
+    *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of a flat batch, in which some tokens see pieces above their own.
 
@@ -152,28 +187,45 @@ def attend_pieces(
         query: [T, heads, size]; `key` and `value`: [T, key heads, size].
         own: all pieces.
         kernel: what computes calls; None: torch's.
+        window: tokens of its own piece that each sees, itself included; None: all before it.
+        sinks: [heads], a score of each head that takes part and has no value.
 
     Returns:
         [T, heads, size].
+
+    Raises:
+        ValueError: there is a window, and pieces above others: a call has one window for all of its queries,
+            which are as far from what is above them as each is.
     """
-    given = query, key, value
-    return cast(Tensor, _Attention.apply(*given, own, tuple(levels), scale, kernel or FlashAttention()))
+    if window is not None and levels:
+        raise ValueError("a window does not go beyond a piece")
+    rules = _Rules(own, tuple(levels), scale, window, kernel or FlashAttention())
+    return cast(Tensor, _Attention.apply(query, key, value, sinks, rules))
+
+
+class _Rules(NamedTuple):
+    """As of `attend_pieces`."""
+
+    own: Run
+    levels: tuple[Level, ...]
+    scale: float
+    window: int | None
+    kernel: FlashAttention
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        own: Run,
-        levels: tuple[Level, ...],
-        scale: float,
-        kernel: FlashAttention,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, rules: _Rules
     ) -> Tensor:
-        output, sums = kernel.forward(query, key, value, (own, own), True, scale)
-        merged = output.float()
+        own, levels, scale, window, kernel = rules
+        output, sums = kernel.forward(query, key, value, (own, own), True, scale, window)
+        # What gets one factor and no part beside needs no copy in float32.
+        merged = output.float() if levels else output
+        if sinks is not None:
+            after = torch.logaddexp(sums, sinks.float()[:, None])
+            merged.mul_(_shares(sums, after))
+            sums = after
         for level in levels:
             below, piece, runs = level.below, level.piece, (level.queries, level.keys)
             made, found = kernel.forward(query[below], key[piece], value[piece], runs, False, scale)
@@ -182,17 +234,18 @@ class _Attention(torch.autograd.Function):
             merged[below] = merged[below] * _shares(before, after) + made * _shares(found, after)
             sums[:, below] = after
         output = merged.to(output.dtype)
-        ctx.save_for_backward(query, key, value, output, sums)
-        ctx.own, ctx.levels, ctx.scale, ctx.kernel = own, levels, scale, kernel
+        ctx.save_for_backward(query, key, value, sinks, output, sums)
+        ctx.rules = rules
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, sums = ctx.saved_tensors
-        above, own, scale, kernel = grads[0].contiguous(), ctx.own, ctx.scale, ctx.kernel
-        found = kernel.backward(above, (query, key, value), (output, sums), (own, own), True, scale)
-        dquery, dkey, dvalue = (each.float() for each in found)
-        for level in ctx.levels:
+        query, key, value, sinks, output, sums = ctx.saved_tensors
+        own, levels, scale, window, kernel = ctx.rules
+        above = grads[0].contiguous()
+        found = kernel.backward(above, (query, key, value), (output, sums), (own, own), True, scale, window)
+        dquery, dkey, dvalue = (each.float() for each in found) if levels else found
+        for level in levels:
             below, piece, runs = level.below, level.piece, (level.queries, level.keys)
             given = query[below], key[piece], value[piece]
             made = output[below], sums[:, below].contiguous()
@@ -200,8 +253,12 @@ class _Attention(torch.autograd.Function):
             dquery[below] += found[0]
             dkey[piece] += found[1]
             dvalue[piece] += found[2]
-        gradients = dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype)
-        return (*gradients, None, None, None, None)
+        dsinks = None
+        if sinks is not None and ctx.needs_input_grad[3]:
+            # Of a softmax whose last value is nothing: minus its share of what the others come to.
+            inner = (above.float() * output).sum(-1).T
+            dsinks = -((sinks.float()[:, None] - sums).exp() * inner).sum(-1).to(sinks.dtype)
+        return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), dsinks, None
 
 
 def _shares(sums: Tensor, of: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.trainer.compute import attention
 from services.trainer.compute.prefix import flash
@@ -17,94 +18,15 @@ from services.trainer.compute.prefix.layout import TreeRun, lay_out
 from services.trainer.compute.prefix.trial import attends_to_trees, works
 from services.trainer.compute.split.asked import Asked
 from services.trainer.order.prefixes import prefix_tree
-
-
-class Plain:
-    """Scores of all pairs, in the precision of what is given."""
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, Run], causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        scores = self._scores(query, key, runs, causal, scale)
-        sums = scores.logsumexp(-1)
-        shares = (scores - sums[..., None]).exp()
-        made = torch.einsum("hqk,khd->qhd", shares, _repeated(value, query).float())
-        return made.to(query.dtype), sums
-
-    def backward(
-        self,
-        above: Tensor,
-        given: tuple[Tensor, Tensor, Tensor],
-        made: tuple[Tensor, Tensor],
-        runs: tuple[Run, Run],
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = given
-        output, sums = made
-        shares = (self._scores(query, key, runs, causal, scale) - sums[..., None]).exp()
-        above, group = above.float(), query.shape[1] // key.shape[1]
-        inner = torch.einsum("qhd,khd->hqk", above, _repeated(value, query).float())
-        slopes = shares * (inner - (above * output.float()).sum(-1).T[..., None]) * scale
-        dquery = torch.einsum("hqk,khd->qhd", slopes, _repeated(key, query).float())
-        dkey = torch.einsum("hqk,qhd->khd", slopes, query.float()).unflatten(1, (-1, group)).sum(2)
-        dvalue = torch.einsum("hqk,qhd->khd", shares, above).unflatten(1, (-1, group)).sum(2)
-        return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype)
-
-    @staticmethod
-    def _scores(query: Tensor, key: Tensor, runs: tuple[Run, Run], causal: bool, scale: float) -> Tensor:
-        scores = torch.einsum("qhd,khd->hqk", query.float(), _repeated(key, query).float()) * scale
-        owners = [
-            torch.repeat_interleave(torch.arange(len(run.offsets) - 1), run.offsets.diff()) for run in runs
-        ]
-        hidden = owners[0][:, None] != owners[1]
-        if causal:
-            hidden |= torch.arange(len(query))[:, None] < torch.arange(len(key))
-        return scores.masked_fill(hidden, -torch.inf)
-
-
-class Wrong(Plain):
-    """Takes what was merged for its own."""
-
-    def backward(self, above: Tensor, given: Any, made: Any, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return super().backward(above, given, self.forward(*given, *rest), *rest)
-
-
-class NotANumber(Plain):
-    """Its gradient of keys is none."""
-
-    def backward(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        dquery, dkey, dvalue = super().backward(*given)
-        return dquery, dkey * torch.nan, dvalue
-
-
-class MixesSingleTokens(Plain):
-    """Where each sequence asks with one token, as for which kernels have a way of their own, it has the sums
-    of one for those of another."""
-
-    def forward(self, *given: Any) -> tuple[Tensor, Tensor]:
-        made, sums = super().forward(*given)
-        queries, _ = given[3]
-        return made, sums if queries.longest > 1 else sums.flip(1)
-
-
-class LosesManyKeys(Plain):
-    """Divides many keys of single tokens among several blocks of threads, and forgets all of them but one."""
-
-    def forward(self, *given: Any) -> tuple[Tensor, Tensor]:
-        output, sums = super().forward(*given)
-        queries, keys = given[3]
-        return output, sums - 1.0 if queries.longest == 1 and keys.longest > 512 else sums
-
-
-class Absent(Plain):
-    def forward(self, *given: Any) -> tuple[Tensor, Tensor]:
-        raise RuntimeError("no kernel image is available")
-
-
-def _repeated(keys: Tensor, query: Tensor) -> Tensor:
-    return keys.repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
-
+from tests.unit.trainer.compute.prefix.kernels import (
+    Absent,
+    LosesManyKeys,
+    MixesSingleTokens,
+    NotANumber,
+    Plain,
+    Wrong,
+    repeated,
+)
 
 # A root of 6 tokens, below it one of 4 with two below, and one of 3; beside it a sequence and a second tree.
 LENGTHS = (6, 4, 5, 2, 3, 7, 8, 1)
@@ -141,9 +63,9 @@ def test_merged_calls_are_attention_over_the_whole_tree_and_so_is_their_gradient
 
     ours, plain = ([each.clone().requires_grad_() for each in (query, key, value)] for _ in range(2))
     made = attend_pieces(*ours, Run(offsets, max(LENGTHS)), levels, scale, Plain())
-    scores = torch.einsum("qhd,khd->hqk", plain[0], _repeated(plain[1], query)) * scale
+    scores = torch.einsum("qhd,khd->hqk", plain[0], repeated(plain[1], query)) * scale
     shares = scores.masked_fill(~seen_by(), -torch.inf).softmax(-1)
-    expected = torch.einsum("hqk,khd->qhd", shares, _repeated(plain[2], query))
+    expected = torch.einsum("hqk,khd->qhd", shares, repeated(plain[2], query))
     torch.testing.assert_close(made, expected)
     made.backward(above)
     expected.backward(above)
@@ -210,13 +132,33 @@ def test_on_a_gpu_one_layer_of_another_kind_is_enough_for_none_to(other: Asked) 
     assert not attends_to_trees([layer(), other], 512, "cuda")
 
 
-def test_torchs_kernel_is_called_as_it_can_be() -> None:
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 7)])
+def test_torchs_kernel_is_called_as_it_can_be(causal: bool, window: int | None) -> None:
     """Shapes and arguments, where there is no GPU."""
     query = torch.empty(12, 4, 64, dtype=torch.bfloat16, device="meta")
     key, value = (torch.empty(20, 2, 64, dtype=torch.bfloat16, device="meta") for _ in range(2))
     queries, keys = (Run(torch.empty(2, dtype=torch.int32, device="meta"), size) for size in (12, 20))
-    kernel, runs = FlashAttention(), (queries, keys)
-    output, sums = kernel.forward(query, key, value, runs, False, 0.125)
+    kernel, how = FlashAttention(), ((queries, keys), causal, 0.125, window)
+    with Called() as called:
+        output, sums = kernel.forward(query, key, value, *how)
+        found = kernel.backward(output, (query, key, value), (output, sums), *how)
     assert (output.shape, sums.shape, sums.dtype) == (query.shape, (4, 12), torch.float32)
-    found = kernel.backward(output, (query, key, value), (output, sums), runs, False, 0.125)
     assert [each.shape for each in found] == [query.shape, key.shape, value.shape]
+    # As `varlen_attn` calls it.
+    before = -1 if window is None else window - 1
+    assert called.with_ == [(causal and window is None, before, 0 if causal else -1)] * 2
+
+
+class Called(TorchDispatchMode):
+    """What kernels are told of who sees whom: causal or not, and the window before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.with_: list[tuple[bool, int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = {each.name: given for each, given in zip(func._schema.arguments, args, strict=False)}
+        named |= kwargs or {}
+        if "is_causal" in named:
+            self.with_.append((named["is_causal"], named["window_size_left"], named["window_size_right"]))
+        return func(*args, **(kwargs or {}))
