@@ -36,6 +36,8 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 _SHARED_HEADS: dict[str, Any] = {
     name: True for name in signature(varlen_attn).parameters if name == "enable_gqa"
 }
+_right_with_sinks: set[tuple[int, int, int]] = set()
+"""Heads, those of keys, and their size, of which the kernel may have sinks."""
 # Their frequencies depend on the longest sequence of a batch.
 _ROPE_OF_THE_BATCH = {"dynamic", "longrope"}
 
@@ -153,6 +155,12 @@ def window_of(*, local_size: int | None = None, use_vmap: bool = False, **_: Any
     return local_size
 
 
+def give_kernel_sinks(heads: int, key_heads: int, size: int) -> None:
+    """Has the kernel compute attention of this shape with sinks too, which it does not before. All ranks call
+    it, once that was found right."""
+    _right_with_sinks.add((heads, key_heads, size))
+
+
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -169,16 +177,18 @@ def attend(
     Args:
         query: [1, heads, T, head size]; `key` and `value` may have fewer heads, `value` another size.
         window: see `window_of`.
-        options: what else the architecture passes. A soft cap of the scores ("softcap") and attention sinks
-            ("s_aux") are computed by its own plain attention.
+        options: what else the architecture passes. A soft cap of the scores ("softcap") is computed by its
+            own plain attention, and so are attention sinks ("s_aux") unless the kernel was given them.
 
     Returns:
         [1, T, heads, head size of `value`].
     """
-    plain = all(options.get(name) is None for name in ("softcap", "s_aux", "position_bias"))
-    kernel = plain and _has_kernel(query, value)
+    sinks: Tensor | None = options.get("s_aux")
+    bare = all(options.get(name) is None for name in ("softcap", "position_bias"))
+    could, plain = bare and _has_kernel(query, value), bare and sinks is None
+    kernel = could and (sinks is None or _shape(query, key) in _right_with_sinks)
     if sequences.asked is not None:
-        sequences.asked.append(_asked(query, key, value, window, kernel, plain))
+        sequences.asked.append(_asked(query, key, value, window, kernel, plain, could and not plain))
     if sequences.split is not None:
         whole = sequences.split.whole
 
@@ -186,10 +196,12 @@ def attend(
             return attend(module, query, key, value, window, sequences=whole, scaling=scaling, **options)[0]
 
         return sequences.split.exchange.attend(within, query, key, value), None
-    if kernel and not sequences.trees:
+    if kernel and plain and not sequences.trees:
         return _fused(query, key, value, window, sequences, scaling), None
+    if kernel and not sequences.trees:
+        return _pieces(query, key, value, window, sequences, scaling, sinks), None
     if kernel and sequences.levels and (window is None or window >= sequences.longest):
-        return _pieces(query, key, value, sequences, scaling), None
+        return _pieces(query, key, value, None, sequences, scaling, sinks), None
     runs = list(sequences.runs())
     sizes = [run.tokens if isinstance(run, TreeRun) else run[0] * run[1] for run in runs]
     split = (tensor.split(sizes, dim=2) for tensor in (query, key, value))
@@ -209,14 +221,20 @@ def attend(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
 
-def _asked(query: Tensor, key: Tensor, value: Tensor, window: int | None, kernel: bool, plain: bool) -> Asked:
+def _asked(
+    query: Tensor, key: Tensor, value: Tensor, window: int | None, kernel: bool, plain: bool, sinks: bool
+) -> Asked:
     heads, key_heads = query.shape[1], key.shape[1]
     elements = heads * (query.shape[3] + value.shape[3]) + key_heads * (key.shape[3] + value.shape[3])
-    return Asked(heads, key_heads, elements, window, kernel, plain)
+    return Asked(heads, key_heads, elements, window, kernel, plain, sinks)
+
+
+def _shape(query: Tensor, key: Tensor) -> tuple[int, int, int]:
+    return query.shape[1], key.shape[1], query.shape[3]
 
 
 def _has_kernel(query: Tensor, value: Tensor) -> bool:
-    """Whether FlashAttention computes it."""
+    """Whether FlashAttention computes it, sinks aside."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -246,11 +264,19 @@ def _fused(
     return output[None]
 
 
-def _pieces(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scaling: float | None) -> Tensor:
+def _pieces(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    sequences: Sequences,
+    scaling: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     own = Run(sequences.offsets, max(sequences.lengths))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return attend_pieces(q, k, v, own, sequences.levels, scale)[None]
+    return attend_pieces(q, k, v, own, sequences.levels, scale, window=window, sinks=sinks)[None]
 
 
 def _tree(

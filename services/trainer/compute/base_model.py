@@ -50,6 +50,7 @@ from services.trainer.compute.sharding.stage3 import (
 from services.trainer.compute.split.asked import splits
 from services.trainer.compute.split.exchange import Exchange
 from services.trainer.compute.trial.own_forward import check_own_forward
+from services.trainer.compute.trial.sinks import with_sinks
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +216,7 @@ class BaseModel:
             context_length=self.context_length,
             device=self.device,
         )
-        self.asked = [layer.within(self.context_length) for layer in asked]
+        self.asked = [layer.within(self.context_length) for layer in with_sinks(asked, self.device)]
         self.exchange = Exchange(ranks, self.device) if splits(self.asked, ranks) else None
         self.footprint: Footprint = footprint(
             model,

@@ -4,9 +4,9 @@ Per token and block the backward pass keeps what goes into and comes out of each
 much again: norms, activations, rotations. The factor is checked against what PyTorch keeps, see
 tests/unit/trainer/compute/memory/test_capacity.py. With activation checkpointing a block keeps its input
 alone, and one block at a time is computed again. Attention by matrices of scores, which an architecture has
-with sinks, with capped scores or where no kernel computes it, keeps those too, as many as the square of the
-tokens, and so do the masks of a sliding window where no kernel goes without them, in a sequence that is
-longer than the window.
+with capped scores, or where no kernel computes it (with sinks most do not), keeps those too, as many as the
+square of the tokens, and so do the masks of a sliding window where no kernel goes without them, in a sequence
+that is longer than the window.
 
 What only runs forward keeps one block's activations at a time, and no gradient; but scores and masks of that
 block grow with the square of its tokens all the same, so that it has a longest sequence too.
@@ -272,7 +272,7 @@ def footprint(
     # Blocks that have theirs at once, until the backward pass.
     until = 1 if checkpointing else len(each)
     # Scores, their softmax and its gradient.
-    square = 3 * 4 * text.num_attention_heads if _has_scores(model, text) else 0
+    square = 3 * 4 * text.num_attention_heads if _has_scores(model, text, asked) else 0
     windows = [layer.window for layer in asked if layer.masked and layer.window is not None]
 
     def masks(blocks: int) -> float:
@@ -352,8 +352,10 @@ def _shape(parameter: Any) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _has_scores(model: Any, config: Any) -> bool:
-    """Whether attention goes by whole matrices of scores."""
+def _has_scores(model: Any, config: Any, asked: Sequence[Asked]) -> bool:
+    """Whether attention goes by whole matrices of scores: as layers say that were asked, else by names."""
+    if asked:
+        return any(layer.scored for layer in asked)
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     # The library's choice for an architecture that nothing else computes.
     plain = config._attn_implementation == "eager"

@@ -1,4 +1,5 @@
-"""Whether a device computes once what sequences share, found by trying before anything depends on it.
+"""Whether a device computes once what sequences share, and whether its kernel computes attention with sinks,
+found by trying before anything depends on it.
 
 Invariant: all ranks come to the same answer.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
@@ -30,10 +32,34 @@ _ONE = TreeRun((700, 1), ((0, 700, 701),)), (-1, 0)
 _OTHER = TreeRun((9, 1), ((0, 9, 10),)), (-1, 0)
 """Pieces that one token continues, for which kernels have a way of their own where there are no others; and
 the keys of the first are so many that they are divided and put together again."""
-_BESIDE = 30
-"""Tokens of a sequence after them."""
 _ERROR = 2e-2
 """Of a norm: what bfloat16 may be away from float32."""
+_SINKS = 5.0
+"""About what sinks are here: of random scores, the logarithm of a sum of a hundred. So they take a part that
+nothing can be right without."""
+
+
+def _alone(*lengths: int) -> tuple[Tree, ...]:
+    """Sequences that share nothing."""
+    return tuple((TreeRun((length,), ()), (-1,)) for length in lengths)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What is attended to."""
+
+    trees: tuple[Tree, ...]
+    window: int | None = None
+    sinks: bool = False
+
+
+_TREES = _Case((_NESTED, _ONE, *_alone(30))), _Case((_ONE, _OTHER, *_alone(30)))
+# A window that is no multiple of a kernel's block; and single tokens, for which kernels may have another way.
+_WITH_SINKS = (
+    _Case(_alone(200, 700, 1, 30), sinks=True),
+    _Case(_alone(200, 700, 1, 30), 100, sinks=True),
+    _Case(_alone(1, 1, 1), sinks=True),
+)
 
 
 def attends_to_trees(asked: Sequence[Asked], context_length: int, device: str) -> bool:
@@ -51,77 +77,106 @@ def attends_to_trees(asked: Sequence[Asked], context_length: int, device: str) -
     if not all(layer.kernel and layer.within(context_length).window is None for layer in asked):
         log.info("prefixes are not shared, as no kernel of this device does all that a layer asks for")
         return False
-    shapes = {(layer.heads, layer.key_heads, layer.size) for layer in asked}
-    mine = all(works(device, FlashAttention(), *shape) for shape in sorted(shapes))
+    shapes = {(layer.sinks, layer.shape) for layer in asked}
+    mine = all(works(device, FlashAttention(), *shape, sinks=sinks) for sinks, shape in sorted(shapes))
     return bool(least([int(mine)], device)[0])
 
 
-def works(device: str, kernel: FlashAttention, heads: int = 4, key_heads: int = 2, size: int = 64) -> bool:
+def works(
+    device: str,
+    kernel: FlashAttention,
+    heads: int = 4,
+    key_heads: int = 2,
+    size: int = 64,
+    *,
+    sinks: bool = False,
+) -> bool:
     """Whether a kernel comes to plain attention, forward and backward, where calls of it are merged.
 
     Args:
         heads, key_heads, size: of what is attended to.
+        sinks: there are some.
     """
-    for trees in ((_NESTED, _ONE), (_ONE, _OTHER)):
+    cases = [replace(case, sinks=sinks) for case in _TREES]
+    why = _wrong(device, kernel, (heads, key_heads, size), cases)
+    if why:
+        log.warning("prefixes are not shared, as attention over trees %s", why)
+    return not why
+
+
+def works_with_sinks(
+    device: str, kernel: FlashAttention, heads: int = 4, key_heads: int = 2, size: int = 64
+) -> bool:
+    """The same of sequences that share nothing, where it is given sinks, with a window and without."""
+    why = _wrong(device, kernel, (heads, key_heads, size), _WITH_SINKS)
+    if why:
+        log.warning("scores are whole matrices, as attention with sinks %s", why)
+    return not why
+
+
+def _wrong(
+    device: str, kernel: FlashAttention, shape: tuple[int, int, int], cases: Sequence[_Case]
+) -> str | None:
+    """What a kernel does that it should not; None: nothing."""
+    for case in cases:
         try:
-            errors = _errors(device, kernel, (heads, key_heads, size), trees)
+            errors = _errors(device, kernel, shape, case)
         except Exception as error:
-            log.warning("prefixes are not shared, as attention over trees fails here: %s", error)
-            return False
+            return f"fails here: {error}"
         # What is not a number is not less than anything.
         if not all(error < _ERROR for error in errors):
-            log.warning("prefixes are not shared, as attention over trees is wrong here by %s", errors)
-            return False
-    return True
+            return f"is wrong here by {errors}"
+    return None
 
 
-def _errors(
-    device: str, kernel: FlashAttention, shape: tuple[int, int, int], trees: Sequence[Tree]
-) -> list[float]:
-    """Those of what comes out and of the three gradients, of their norms; and of what comes out of the tokens
-    that continue a piece, which may be few among all."""
+def _errors(device: str, kernel: FlashAttention, shape: tuple[int, int, int], case: _Case) -> list[float]:
+    """Those of what comes out and of the gradients, of their norms; and of what comes out of the tokens that
+    continue a piece, which may be few among all."""
     heads, key_heads, size = shape
-    lengths = *(length for run, _ in trees for length in run.lengths), _BESIDE
+    lengths = tuple(length for run, _ in case.trees for length in run.lengths)
     generator = torch.Generator().manual_seed(0)
     query, key, value, above = (
         torch.randn(sum(lengths), count, size, generator=generator).bfloat16()
         for count in (heads, key_heads, key_heads, heads)
     )
+    given = [query, key, value]
+    if case.sinks:
+        given.append((_SINKS + torch.randn(heads, generator=generator)).bfloat16())
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    firsts = accumulate((len(run.lengths) for run, _ in trees), initial=0)
+    firsts = accumulate((len(run.lengths) for run, _ in case.trees), initial=0)
     levels = levels_of(
-        lengths, [(first, run) for first, (run, _) in zip(firsts, trees, strict=False)], device
+        lengths, [(first, run) for first, (run, _) in zip(firsts, case.trees, strict=False)], device
     )
 
-    def merged(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attend_pieces(query, key, value, Run(ends, max(lengths)), levels, size**-0.5, kernel)
+    def merged(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        own, scale = Run(ends, max(lengths)), size**-0.5
+        return attend_pieces(query, key, value, own, levels, scale, kernel, window=case.window, sinks=sinks)
 
-    on_device = [each.to(device) for each in (query, key, value, above)]
-    found = [each.float().cpu() for each in _with_gradients(merged, *on_device)]
-    expected = _with_gradients(partial(_plain, trees), *(each.float() for each in (query, key, value, above)))
+    on_device = _with_gradients(merged, [each.to(device) for each in given], above.to(device))
+    found = [each.float().cpu() for each in on_device]
+    expected = _with_gradients(partial(_plain, case), [each.float() for each in given], above.float())
     pairs = list(zip(found, expected, strict=True))
-    below = torch.cat([torch.full((length,), above >= 0) for length, above in _parents(trees)])
-    pairs.append((found[0][: len(below)][below], expected[0][: len(below)][below]))
+    below = torch.cat([torch.full((length,), above >= 0) for length, above in _parents(case.trees)])
+    if below.any():
+        pairs.append((found[0][below], expected[0][below]))
     return [float((one - other).norm() / other.norm()) for one, other in pairs]
 
 
 @torch.enable_grad()
-def _with_gradients(
-    attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, above: Tensor
-) -> list[Tensor]:
-    given = [each.clone().requires_grad_() for each in (query, key, value)]
-    made = attend(*given)
-    return [made.detach(), *torch.autograd.grad(made, given, above)]
+def _with_gradients(attend: Callable[..., Tensor], given: Sequence[Tensor], above: Tensor) -> list[Tensor]:
+    leaves = [each.clone().requires_grad_() for each in given]
+    made = attend(*leaves)
+    return [made.detach(), *torch.autograd.grad(made, leaves, above)]
 
 
-def _plain(trees: Sequence[Tree], *given: Tensor) -> Tensor:
+def _plain(case: _Case, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
     """The same on a CPU, in float32."""
-    runs = [*trees, (TreeRun((_BESIDE,), ()), (-1,))]
-    rules = Rules(given[0].shape[-1] ** -0.5)
-    parts = [each.transpose(0, 1).split([run.tokens for run, _ in runs], dim=1) for each in given]
+    rules = Rules(query.shape[-1] ** -0.5, case.window)
+    sizes = [run.tokens for run, _ in case.trees]
+    parts = [each.transpose(0, 1).split(sizes, dim=1) for each in (query, key, value)]
     made = [
-        attend_tree(query, key, value, _positions(run, above), run, rules)
-        for (run, above), query, key, value in zip(runs, *parts, strict=True)
+        attend_tree(q, k, v, _positions(run, above), run, rules, sinks)
+        for (run, above), q, k, v in zip(case.trees, *parts, strict=True)
     ]
     return torch.cat(made, dim=1).transpose(0, 1)
 

@@ -19,6 +19,7 @@ class Asked:
         window: tokens that each sees, itself included; None: all before it.
         kernel: one kernel computes it, whose memory does not grow with pairs of tokens, window or not.
         plain: it is softmax attention and nothing beside, as capped scores or sinks would be.
+        sinks: it has some, and nothing else keeps a kernel from it. They do until it was tried with them.
     """
 
     heads: int
@@ -27,6 +28,7 @@ class Asked:
     window: int | None
     kernel: bool
     plain: bool
+    sinks: bool = False
 
     def within(self, context_length: int) -> Asked:
         """The same of sequences of so many tokens: a window that none of them leaves is none."""
@@ -34,9 +36,14 @@ class Asked:
         return replace(self, window=None) if seen else self
 
     @property
-    def size(self) -> int:
-        """Of a head, where those of queries, keys and values are alike."""
-        return self.elements // (2 * (self.heads + self.key_heads))
+    def shape(self) -> tuple[int, int, int]:
+        """Heads, those of keys, and the size of each, where queries, keys and values have the same."""
+        return self.heads, self.key_heads, self.elements // (2 * (self.heads + self.key_heads))
+
+    @property
+    def scored(self) -> bool:
+        """Its scores are whole matrices."""
+        return not self.plain and not self.kernel
 
     @property
     def masked(self) -> bool:

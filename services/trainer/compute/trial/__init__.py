@@ -2,6 +2,6 @@
 
 Invariant: all ranks take part, and come to the same answer.
 
-Imported by the rest of compute; imports of compute attention, exchange, logprobs, sharding
+Imported by the rest of compute; imports of compute attention, exchange, logprobs, prefix, sharding
 and split.
 """

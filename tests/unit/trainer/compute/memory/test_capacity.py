@@ -202,6 +202,19 @@ def test_the_masks_of_a_window_count_where_no_kernel_does_without_them() -> None
     assert made.bytes <= masks([sliding, full]) * tokens**2
 
 
+@pytest.mark.parametrize("kernel", [False, True])
+def test_sinks_have_scores_where_no_kernel_computes_them(kernel: bool) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of("gpt_oss", FLAT["gpt_oss"]))
+    sliding = Asked(4, 2, 96, window=5, kernel=kernel, plain=False, sinks=True)
+    asked = [sliding, dataclasses.replace(sliding, window=None)]
+    found = footprint(model, 2, checkpointing=True, ranks=1, asked=asked)
+    assert (found.square > 0, found.masks > 0, found.block > 0) == (not kernel, not kernel, kernel)
+    # One layer is enough.
+    asked[1] = dataclasses.replace(asked[1], kernel=False)
+    assert footprint(model, 2, checkpointing=True, ranks=1, asked=asked).square > 0
+
+
 def test_of_several_windows_the_shortest_says_where_masks_begin() -> None:
     model = shape("qwen3", num_hidden_layers=2, **QWEN3_8B)
     layers = [Asked(32, 8, 10_240, window, kernel=False, plain=True) for window in (4096, 1024, None)]
