@@ -34,7 +34,7 @@ from services.trainer.files.export_format import adapter_files, read_adapter
 from services.trainer.publish.cargo import on_host, whole_model
 from tests.component.engine.data import ADAM, LORA, NO_CLIP, VOCAB, ce_row, flat, op, trained_model, work
 from tests.component.engine.reference import ReferenceModel
-from tests.gpu import pieces
+from tests.gpu import pieces, sinks
 
 MEMORY = 640 << 20
 CONTEXT = 8192
@@ -362,6 +362,8 @@ ALONE: dict[str, Callable[[str, Path], None]] = {
     "fused norms are norms": pieces.norms,
     "fused rotations are rotations": pieces.rotations,
     "trees are attended to": pieces.trees,
+    "sinks are attended to": sinks.attended,
+    "GPT-OSS goes by the kernel": sinks.gpt_oss,
     "a prompt is computed once": shared,
     "parts step as the whole does": pieces.parts,
     "what is announced fits": capacity,
