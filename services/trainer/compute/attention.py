@@ -4,7 +4,8 @@ Sequences that begin alike may be a tree of pieces there, in which what they sha
 
 Invariant: no token sees one that is not of its sequence, and each sequence's numbers are those of the model's
 own attention on that sequence alone. An architecture for which that is not known to hold is not `is_flat`; it
-computes one sequence at a time, as the library does.
+computes one sequence at a time, as the library does. Linear attention, which carries a state from token to
+token, is in recurrent/.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from inspect import signature
 from itertools import groupby
 from typing import Any
@@ -24,6 +26,8 @@ from services.trainer.compute.memory.transfer import on_device
 from services.trainer.compute.prefix.attention import Rules, attend_tree
 from services.trainer.compute.prefix.flash import Level, Run, attend_pieces, levels_of
 from services.trainer.compute.prefix.layout import Layout, TreeRun
+from services.trainer.compute.recurrent.chunks import Chunks
+from services.trainer.compute.recurrent.layers import begins_anew
 from services.trainer.compute.split.asked import Asked
 from services.trainer.compute.split.exchange import Exchange
 from services.trainer.compute.split.share import Share
@@ -31,7 +35,7 @@ from services.trainer.compute.split.share import Share
 FLAT_ATTENTION = "tinsmith_flat"
 """Its name as transformers' `attn_implementation`."""
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 # Fewer heads of keys than of queries are let through by torch 2.11 unasked, and by later ones for the asking.
 _SHARED_HEADS: dict[str, Any] = {
     name: True for name in signature(varlen_attn).parameters if name == "enable_gqa"
@@ -40,6 +44,8 @@ _right_with_sinks: set[tuple[int, int, int]] = set()
 """Heads, those of keys, and their size, of which the kernel may have sinks."""
 # Their frequencies depend on the longest sequence of a batch.
 _ROPE_OF_THE_BATCH = {"dynamic", "longrope"}
+_TRIED = (3, 70, 1, 5)
+"""Lengths of sequences that linear attention is tried with: of more than one chunk, and of less."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,11 @@ class Sequences:
         whole = cls.of([share.size * share.ranks], device)
         return replace(own, positions=positions, split=Split(exchange, whole))
 
+    @cached_property
+    def chunks(self) -> Chunks:
+        """How a recurrence goes through them, made for the first layer that asks."""
+        return Chunks.of(self.lengths, str(self.offsets.device))
+
     def runs(self) -> Iterator[tuple[int, int] | TreeRun]:
         """What is computed at once, in order: neighbours of equal length (length, how many), or a tree."""
         done = 0
@@ -126,7 +137,7 @@ def register() -> None:
 
 def is_flat(model_class: Any, config: Any) -> bool:
     """Whether `FLAT_ATTENTION` is exact for an architecture: attention, full or over a sliding window, is all
-    that connects its tokens.
+    that connects its tokens, or linear attention that is known to begin anew with each sequence.
 
     Args:
         model_class: transformers' class of the causal language model.
@@ -135,13 +146,16 @@ def is_flat(model_class: Any, config: Any) -> bool:
     kinds = set(getattr(config, "layer_types", None) or [_FULL])
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [settings for settings in rope.values() if isinstance(settings, dict)] or [rope]
-    return (
-        getattr(model_class, "_supports_attention_backend", False)
-        and getattr(model_class, "_supports_flash_attn", False)
-        and not getattr(model_class, "_is_stateful", False)
-        and kinds <= {_FULL, _SLIDING}
-        and not any(settings.get("rope_type") in _ROPE_OF_THE_BATCH for settings in nested)
-    )
+    if (
+        not getattr(model_class, "_supports_flash_attn", False)
+        or not kinds <= {_FULL, _SLIDING, _LINEAR}
+        or any(settings.get("rope_type") in _ROPE_OF_THE_BATCH for settings in nested)
+    ):
+        return False
+    if _LINEAR in kinds:
+        return begins_anew(model_class, config, Sequences.of(_TRIED, "cpu"))
+    attends = getattr(model_class, "_supports_attention_backend", False)
+    return attends and not getattr(model_class, "_is_stateful", False)
 
 
 def window_of(*, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> int | None:

@@ -36,6 +36,7 @@ from services.trainer.compute.logprobs import LogprobHead, Targets
 from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.lora.targets import find_linears, find_unadapted, hook_adapters
 from services.trainer.compute.memory.capacity import Footprint, footprint
+from services.trainer.compute.recurrent.layers import begin_anew
 from services.trainer.compute.replay.routers import Replay
 from services.trainer.compute.sharding import quantized
 from services.trainer.compute.sharding.engines import EVERY_ENGINE
@@ -338,6 +339,8 @@ def load_model(
         gather_what_is_read(model)
     if dtype == torch.float32:
         speed_up_linears(model)
+    if computes_flat(model):
+        begin_anew(model)
     fuse_norms(model)
     fuse_rotations(model)
     return model

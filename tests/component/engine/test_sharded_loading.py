@@ -12,9 +12,15 @@ import torch
 from torch import Tensor
 
 from services.common.worlds.sharding import Sharding
-from services.trainer.compute.base_model import _deepspeed_config, init_distributed, load_model
+from services.trainer.compute.base_model import (
+    _deepspeed_config,
+    computes_flat,
+    init_distributed,
+    load_model,
+)
+from services.trainer.compute.recurrent.layers import is_recurrent
 from services.trainer.compute.sharding import loading
-from tests.unit.trainer.compute.architectures import FLAT, SINGLE, config_of, random_model
+from tests.unit.trainer.compute.architectures import FLAT, HYBRID, SINGLE, config_of, random_model
 
 pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("one_rank")]
 
@@ -57,6 +63,20 @@ def test_weights_are_those_of_the_files_and_no_more_than_a_layer_is_converted_at
     assert found.keys() == expected.keys()
     for each, weight in found.items():
         assert torch.equal(weight.ds_tensor.view(weight.ds_shape), expected[each].data), each
+
+
+@pytest.mark.parametrize("name", HYBRID)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_linear_attention_is_loaded_to_keep_to_its_sequences(name: str, stage: int, tmp_path: Path) -> None:
+    random_model(config_of(name, HYBRID[name]), "eager").save_pretrained(tmp_path)
+    init_distributed("cpu")
+    config = _deepspeed_config(3, torch.float32, Sharding()) if stage == 3 else None
+    model = load_model(str(tmp_path), torch.float32, config)
+    assert computes_flat(model)
+    changed = [
+        type(each).__name__ for each in model.modules() if is_recurrent(each) and "forward" in vars(each)
+    ]
+    assert len(changed) == 1
 
 
 def test_a_weight_of_another_shape_is_an_error(tmp_path: Path) -> None:

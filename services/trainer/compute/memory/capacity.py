@@ -2,11 +2,11 @@
 
 Per token and block the backward pass keeps what goes into and comes out of each linear, and about a third as
 much again: norms, activations, rotations. The factor is checked against what PyTorch keeps, see
-tests/unit/trainer/compute/memory/test_capacity.py. With activation checkpointing a block keeps its input
-alone, and one block at a time is computed again. Attention by matrices of scores, which an architecture has
-with capped scores, or where no kernel computes it (with sinks most do not), keeps those too, as many as the
-square of the tokens, and so do the masks of a sliding window where no kernel goes without them, in a sequence
-that is longer than the window.
+tests/unit/trainer/compute/memory/test_capacity.py. Linear attention computes in float32, and keeps far more
+than its linears do. With activation checkpointing a block keeps its input alone, and one block at a time is
+computed again. Attention by matrices of scores, which an architecture has with capped scores, or where no
+kernel computes it (with sinks most do not), keeps those too, as many as the square of the tokens, and so do
+the masks of a sliding window where no kernel goes without them, in a sequence that is longer than the window.
 
 What only runs forward keeps one block's activations at a time, and no gradient; but scores and masks of that
 block grow with the square of its tokens all the same, so that it has a longest sequence too.
@@ -35,6 +35,7 @@ from services.trainer.compute.exchange import least
 from services.trainer.compute.logprobs import CHUNK_ELEMENTS
 from services.trainer.compute.lora.adapter import LinearShape, layout_of
 from services.trainer.compute.lora.parts import Part
+from services.trainer.compute.recurrent.layers import is_recurrent, kept_bytes
 from services.trainer.compute.split.asked import Asked
 
 log = logging.getLogger(__name__)
@@ -264,8 +265,10 @@ def footprint(
     text = model.config.get_text_config()
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     active = getattr(text, "num_experts_per_tok", None) or 1
-    widths = [_width(block, active) for block in blocks or [model]]
-    each = [_BESIDE_LINEARS * item * width for width in widths]
+    each = [
+        _BESIDE_LINEARS * item * _width(block, active) + _of_linear_attention(block, item)
+        for block in blocks or [model]
+    ]
     hidden = text.hidden_size * item
     kept = len(each) * hidden + max(each) if checkpointing and blocks else sum(each)
     elements = sum(math.prod(_shape(parameter)) for parameter in model.parameters()) // ranks
@@ -345,6 +348,11 @@ def _width(block: nn.Module, active: int) -> int:
             shapes = [_shape(weight) for weight in module.parameters(recurse=False)]
             total += sum(active * (shape[1] + shape[2]) for shape in shapes if len(shape) == 3)
     return total
+
+
+def _of_linear_attention(block: nn.Module, item: int) -> float:
+    """Bytes that a block's linear attention keeps of each token, beside its linears."""
+    return sum(kept_bytes(module, item) for module in block.modules() if is_recurrent(module))
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:

@@ -72,6 +72,9 @@ def attends_to_trees(asked: Sequence[Asked], context_length: int, device: str) -
     if not asked:
         log.info("prefixes are not shared, as this architecture computes one sequence at a time")
         return False
+    if any(layer.recurrent for layer in asked):
+        log.info("prefixes are not shared, as this architecture carries a state from token to token")
+        return False
     if device == "cpu":
         return True
     if not all(layer.kernel and layer.within(context_length).window is None for layer in asked):

@@ -20,6 +20,7 @@ class Asked:
         kernel: one kernel computes it, whose memory does not grow with pairs of tokens, window or not.
         plain: it is softmax attention and nothing beside, as capped scores or sinks would be.
         sinks: it has some, and nothing else keeps a kernel from it. They do until it was tried with them.
+        recurrent: it carries a state from token to token.
     """
 
     heads: int
@@ -29,6 +30,7 @@ class Asked:
     kernel: bool
     plain: bool
     sinks: bool = False
+    recurrent: bool = False
 
     def within(self, context_length: int) -> Asked:
         """The same of sequences of so many tokens: a window that none of them leaves is none."""
@@ -43,7 +45,7 @@ class Asked:
     @property
     def scored(self) -> bool:
         """Its scores are whole matrices."""
-        return not self.plain and not self.kernel
+        return not (self.plain or self.kernel or self.recurrent)
 
     @property
     def masked(self) -> bool:

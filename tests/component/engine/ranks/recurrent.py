@@ -6,7 +6,7 @@ import msgspec
 
 from services.trainer.compute.data import LoraSpec, ModelState, RowResult
 from services.trainer.compute.engine import Engine
-from tests.component.engine.data import ADAM, ce_row, trained_model
+from tests.component.engine.data import ADAM, ce_row, op, trained_model, work
 from tests.component.engine.full.world import ADAM_FULL, Player
 
 ADAPTER, FULL = "adapter", "full"
@@ -15,14 +15,28 @@ STEPS = 2
 
 
 class Report(msgspec.Struct):
+    """What a rank found.
+
+    Attributes:
+        together: what all rows came to as one micro-batch, before anything was trained.
+        forwards: of the frozen base, which it took.
+    """
+
     results: dict[str, list[list[RowResult]]] = {}
     trained: ModelState | None = None
+    together: list[RowResult] = []
+    forwards: int = 0
 
 
 def scenario(engine: Engine) -> Report:
     """A model that trains everything an adapter can, and one that trains all weights."""
     player, report = Player(engine, engine.world_size), Report()
     trained_model(engine, ADAPTER, LoraSpec(4, seed=3))
+    ran: list[None] = []
+    counting = engine._base._scorer.register_forward_hook(lambda *_: ran.append(None))
+    report.together = engine.run_pass(work((op(ADAPTER, STEPS, forward_only=True), ROWS)))
+    report.forwards = len(ran)
+    counting.remove()
     engine.create_model(FULL, None)
     for name, adam in ((ADAPTER, ADAM), (FULL, ADAM_FULL)):
         results = report.results[name] = []

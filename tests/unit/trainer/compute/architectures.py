@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from services.trainer.compute.attention import FLAT_ATTENTION
+from services.trainer.compute.recurrent.layers import begin_anew
+
 _SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -21,6 +24,7 @@ _SIZES: dict[str, Any] = {
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _SLIDING = {"sliding_window": 5}
 _MIXED = {**_SLIDING, "layer_types": ["sliding_attention", "full_attention"]}
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 _LATENT = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -36,6 +40,13 @@ _LATENT = {
     "first_k_dense_replace": 1,
 }
 
+HYBRID: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**_EXPERTS, **_LINEAR},
+    "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": {**_EXPERTS, "shared_expert_intermediate_size": 16, **_LINEAR},
+}
+"""Those with layers of linear attention beside full attention."""
+
 FLAT: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": _SLIDING,
@@ -50,17 +61,11 @@ FLAT: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **_MIXED},
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "deepseek_v3": _LATENT,
+    **HYBRID,
 }
 """transformers' model types that take several sequences at once, with what their configuration needs."""
 
 SINGLE: dict[str, dict[str, Any]] = {
-    "qwen3_next": {**_EXPERTS, "layer_types": ["linear_attention", "full_attention"]},
-    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
-    "qwen3_5_moe_text": {
-        **_EXPERTS,
-        "shared_expert_intermediate_size": 16,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
     "falcon_h1": {
         "mamba_d_ssm": 32,
         "mamba_n_heads": 4,
@@ -111,4 +116,6 @@ def random_model(config: Any, attention: str) -> Any:
         # Of routers: what is added to scores while experts are chosen.
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.2)
+    if attention == FLAT_ATTENTION:
+        begin_anew(model)
     return model.eval()

@@ -54,6 +54,14 @@ def test_what_carries_a_state_or_looks_at_the_whole_batch_computes_one_sequence_
     assert not is_flat(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
 
 
+def test_a_model_that_computes_one_sequence_at_a_time_is_given_no_more() -> None:
+    model = random_model(config_of("falcon_h1", SINGLE["falcon_h1"]), "eager")
+    tokens = torch.ones(1, 3, dtype=torch.int64)
+    scorer, targets = Scorer(model, LoraRouter(), detached=False), Targets(tokens[0], ((3, 1),))
+    with pytest.raises(RuntimeError, match="FalconH1Model computes one sequence at a time"):
+        scorer(tokens, targets, Sequences.of([2, 1], "cpu"))
+
+
 def test_a_shared_expert_has_each_tenants_adapter() -> None:
     register()
     model = random_model(config_of("qwen2_moe", FLAT["qwen2_moe"]), FLAT_ATTENTION).requires_grad_(False)

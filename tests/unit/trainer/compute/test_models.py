@@ -29,7 +29,7 @@ from services.trainer.compute.lora.stack import Segment
 from services.trainer.compute.lora.targets import find_linears, find_unadapted, hook_adapters
 from services.trainer.compute.split.asked import Asked, splits
 from services.trainer.files.export_format import adapter_files
-from tests.unit.trainer.compute.architectures import FLAT, SINGLE, config_of, random_model
+from tests.unit.trainer.compute.architectures import FLAT, config_of, random_model
 from tests.unit.trainer.compute.plain import adapted
 
 PAGE = Path(__file__).parents[4] / "docs" / "models.md"
@@ -73,19 +73,17 @@ class Trained:
     plain: Any
     router: LoraRouter
     scorer: Scorer
-    flat: bool
 
     @classmethod
     def of(cls, model_type: str) -> Trained:
         register()
-        flat = model_type in FLAT
-        config = config_of(model_type, FLAT[model_type] if flat else SINGLE[model_type])
-        model = random_model(config, FLAT_ATTENTION if flat else "eager").requires_grad_(False)
+        config = config_of(model_type, FLAT[model_type])
+        model = random_model(config, FLAT_ATTENTION).requires_grad_(False)
         plain = random_model(config, "eager").requires_grad_(False)
         plain.load_state_dict(model.state_dict())
         router = LoraRouter()
         hook_adapters(model, router)
-        return cls(model, plain, router, Scorer(model, router, detached=False), flat)
+        return cls(model, plain, router, Scorer(model, router, detached=False))
 
     def targets(self, spec: LoraSpec) -> Mapping[str, Any]:
         return select_targets(find_linears(self.model), spec, find_unadapted(self.model))
@@ -113,12 +111,11 @@ class Trained:
         return made
 
     def asked(self) -> list[Asked]:
-        """What each layer asks of attention; none where one sequence is computed at a time."""
+        """What each layer asks of attention."""
         asked: list[Asked] = []
-        if self.flat:
-            tokens = torch.ones(1, 1, dtype=torch.int64)
-            sequences = replace(Sequences.of([1], "cpu"), asked=asked)
-            self.scorer(tokens, Targets(tokens[0], ((1, 1),)), sequences)
+        tokens = torch.ones(1, 1, dtype=torch.int64)
+        sequences = replace(Sequences.of([1], "cpu"), asked=asked)
+        self.scorer(tokens, Targets(tokens[0], ((1, 1),)), sequences)
         return asked
 
     def pass_(self, adapters: Sequence[Adapter], parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -194,10 +191,6 @@ def test_gradients_are_those_of_plain_pytorch(trained: Trained, parts: list[Tens
 def test_two_tenants_together_equal_each_alone(trained: Trained, parts: list[Tensor]) -> None:
     adapters = [trained.adapter("a"), trained.adapter("bb")]
     alone = [trained.pass_([each], [part]) for each, part in zip(adapters, parts, strict=True)]
-    if not trained.flat:
-        with pytest.raises(RuntimeError, match="one sequence at a time"):
-            trained.pass_(adapters, parts)
-        return
     logprobs, gradients = trained.pass_(adapters, parts)
     close(logprobs, torch.cat([each for each, _ in alone]))
     for together, (_, (apart,)) in zip(gradients, alone, strict=True):
@@ -249,10 +242,8 @@ def test_an_export_of_routed_experts_is_merged_to_the_same_by_tinkers_cookbook(
 
 
 def test_the_page_says_what_was_found() -> None:
-    head = (
-        "| family | class | `train_attn` | `train_mlp` | several sequences at once | one over several ranks |"
-    )
-    lines = [head, "|---|---|---|---|---|---|"]
+    head = "| family | class | `train_attn` | `train_mlp` | one sequence over several ranks |"
+    lines = [head, "|---|---|---|---|---|"]
     for family, model_type in FAMILIES.items():
         found = Trained.of(model_type)
         targets, refused = found.targets(found.spec()), found.flags()
@@ -260,8 +251,7 @@ def test_the_page_says_what_was_found() -> None:
             "refused" if refused[flag] else ", ".join(f"`{leaf}`" for leaf in leaves(targets, flag))
             for flag in FLAGS[:2]
         ]
-        flat = "yes" if found.flat else "no"
-        cells += [flat, shared_by_ranks(found.asked())]
+        cells.append(shared_by_ranks(found.asked()))
         lines.append(f"| {family} | `{type(found.model).__name__}` | {' | '.join(cells)} |")
     table = "\n".join(lines) + "\n"
     written = PAGE.read_text(encoding="utf-8")

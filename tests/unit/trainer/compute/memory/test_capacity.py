@@ -10,17 +10,21 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from bench.counted.counts import KEPT_TOKENS, QWEN3_8B, kept
-from services.trainer.compute.attention import FLAT_ATTENTION, _seen, register
+from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, _seen, register
 from services.trainer.compute.data import AdamSpec, LoraSpec
 from services.trainer.compute.lora.adapter import Adapter, select_targets
 from services.trainer.compute.lora.targets import find_linears
 from services.trainer.compute.memory.buffers import FlatBuffers
 from services.trainer.compute.memory.capacity import (
+    _BESIDE_LINEARS,
     GIB,
     Capacity,
     Footprint,
+    _of_linear_attention,
+    _width,
     adapter_bytes,
     adapter_host_bytes,
     at_least,
@@ -29,6 +33,7 @@ from services.trainer.compute.memory.capacity import (
     steady,
     warn_of_halves,
 )
+from services.trainer.compute.recurrent.layers import begin_anew
 from services.trainer.compute.split.asked import Asked
 from services.trainer.compute.tenant import LoraTenant
 from tests.unit.trainer.compute.architectures import FLAT, SINGLE, config_of
@@ -72,6 +77,48 @@ def test_no_token_takes_more_than_the_arithmetic_says_nor_half_of_it(checkpointi
     assert said.square == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"linear_num_key_heads": 4}, {"linear_key_head_dim": 64, "linear_value_head_dim": 256}],
+    ids=["as in Qwen3-Next", "more heads of keys", "larger values"],
+)
+def test_no_token_of_linear_attention_takes_more_than_the_arithmetic_says_nor_half_of_it(
+    settings: dict[str, int], dtype: torch.dtype
+) -> None:
+    few = {"hidden_size": 256, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    config = AutoConfig.for_model("qwen3_next", **{**few, **settings})
+    layer = Qwen3NextGatedDeltaNet(config, 0).to(dtype).requires_grad_(False)
+    begin_anew(layer)
+    weights = {weight.untyped_storage().data_ptr() for weight in layer.parameters()}
+    held: dict[int, int] = {}
+
+    def pack(saved: torch.Tensor) -> torch.Tensor:
+        storage = saved.untyped_storage()
+        if storage.data_ptr() not in weights:
+            held[storage.data_ptr()] = storage.nbytes()
+        return saved
+
+    x = torch.randn(1, 1024, 256, dtype=dtype, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        made = layer(x, sequences=Sequences.of([512, 512], "cpu"))
+    measured = sum(held.values()) / x.shape[1]
+    assert made.requires_grad
+    said = _BESIDE_LINEARS * dtype.itemsize * _width(layer, 1) + _of_linear_attention(layer, dtype.itemsize)
+    assert measured <= said <= 2 * measured
+
+
+def test_blocks_of_linear_attention_count_what_it_keeps() -> None:
+    config = config_of("qwen3_next", FLAT["qwen3_next"])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    found = footprint(model, 4, checkpointing=False, ranks=1)
+    model.model.layers[0].linear_attn = model.model.layers[0].linear_attn.out_proj
+    linears = footprint(model, 4, checkpointing=False, ranks=1)
+    # 32 heads of 128 with rows of float32 beside them.
+    assert found.token - linears.token > 32 * 4 * 2000
+
+
 def test_what_ranks_shard_each_has_a_part_of() -> None:
     model = shape("qwen3", num_hidden_layers=2, **QWEN3_8B)
     whole, part = (footprint(model, 2, checkpointing=False, ranks=ranks) for ranks in (1, 8))
@@ -90,7 +137,7 @@ def test_every_architecture_has_a_footprint(family: str, settings: dict[str, Any
 
 
 def test_an_architecture_that_no_kernel_computes_has_scores() -> None:
-    config = config_of("qwen3_next", SINGLE["qwen3_next"])
+    config = config_of("qwen3_next", FLAT["qwen3_next"])
     with torch.device("meta"):
         found = [
             footprint(

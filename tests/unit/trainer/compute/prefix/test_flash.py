@@ -120,10 +120,15 @@ def layer(*, window: int | None = None, kernel: bool = True) -> Asked:
 
 @pytest.mark.parametrize(
     ("asked", "shares"),
-    [([], False), ([layer(kernel=False)], True), ([layer(window=16)], True)],
-    ids=["one sequence at a time", "float32", "windows"],
+    [
+        ([], False),
+        ([layer(kernel=False)], True),
+        ([layer(window=16)], True),
+        ([layer(), replace(layer(kernel=False), plain=False, recurrent=True)], False),
+    ],
+    ids=["one sequence at a time", "float32", "windows", "a state from token to token"],
 )
-def test_on_a_cpu_every_flat_model_attends_to_trees(asked: list[Asked], shares: bool) -> None:
+def test_on_a_cpu_every_flat_model_without_a_state_attends_to_trees(asked: list[Asked], shares: bool) -> None:
     assert attends_to_trees(asked, 512, "cpu") == shares
 
 

@@ -85,6 +85,7 @@ def test_tokens_know_where_they_stand_in_the_whole_sequence() -> None:
         ([PLAIN, replace(PLAIN, plain=False)], 2, False),
         ([PLAIN, replace(PLAIN, window=5)], 2, False),
         ([PLAIN, replace(PLAIN, window=5, kernel=True)], 2, True),
+        ([PLAIN, replace(PLAIN, plain=False, recurrent=True)], 2, False),
     ],
     ids=[
         "two ranks",
@@ -97,6 +98,7 @@ def test_tokens_know_where_they_stand_in_the_whole_sequence() -> None:
         "sinks or capped scores",
         "a window",
         "a window with FlashAttention",
+        "a state from token to token",
     ],
 )
 def test_ranks_share_a_sequence_where_each_has_whole_heads_and_nothing_else_is_asked_for(
@@ -120,14 +122,18 @@ def test_each_layer_of_an_architecture_says_what_it_asks_for(model_type: str) ->
     asked: list[Asked] = []
     sequences = replace(Sequences.of([1], "cpu"), asked=asked)
     with torch.no_grad():
-        model(torch.ones(1, 1, dtype=torch.int64), position_ids=sequences.positions, sequences=sequences)
+        ids = torch.ones(1, 1, dtype=torch.int64)
+        model(ids, use_cache=False, position_ids=sequences.positions, sequences=sequences)
     assert len(asked) == config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(asked)
     if model_type in ("mistral", "phi3", "mixtral"):
         kinds = ["sliding_attention"] * len(asked)
     assert [layer.window is not None for layer in asked] == [kind == "sliding_attention" for kind in kinds]
-    assert all(layer.plain == (model_type not in ("gemma2", "gpt_oss")) for layer in asked)
-    assert all(layer.heads == 4 for layer in asked)
+    recurrent = [kind == "linear_attention" for kind in kinds]
+    assert [layer.recurrent for layer in asked] == recurrent
+    plain = [not state and model_type not in ("gemma2", "gpt_oss") for state in recurrent]
+    assert [layer.plain for layer in asked] == plain
+    assert all(layer.heads == 4 for layer in asked if not layer.recurrent)
     expected = {"llama", "qwen2", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3"}
     assert splits(asked, 2) == (model_type in expected)
 
