@@ -233,10 +233,14 @@ RUNS: dict[str, list[Panel]] = {
             },
         ),
         (
-            "Copies of models on the host, by where they go",
+            "Models on their way, on the host",
             "bytes",
-            {"to {{to}}": now("tinsmith_copy_bytes", "to")},
+            {
+                "to {{to}}": now("tinsmith_copy_bytes", "to"),
+                "from a {{from}}": now("tinsmith_load_bytes", "from"),
+            },
         ),
+        ("Results kept for who asks again", "bytes", {"{{pod}}": now("tinsmith_kept_result_bytes")}),
         (
             "Page-locked memory of the host, by state",
             "bytes",

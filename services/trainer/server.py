@@ -260,6 +260,17 @@ class _Server:
                 "to",
             ),
             metrics.Reading(
+                "load_bytes",
+                "Memory of the first rank's host for saved states of models on their way to the engine",
+                parts.loads.used,
+                "from",
+            ),
+            metrics.Reading(
+                "kept_result_bytes",
+                "Memory of the first rank's host for results that are kept for those who ask again",
+                parts.results.used,
+            ),
+            metrics.Reading(
                 "page_locked_bytes",
                 "Page-locked memory of the first rank's host, used by copies or kept for the next ones",
                 lambda: {name: getattr(self._engine.page_locked.use(), name) for name in ("used", "kept")},

@@ -15,7 +15,7 @@ from services.common.storage.location import connect
 from services.common.tls.wires import Identity
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.memory.capacity import Capacity
-from services.trainer.compute.memory.machine import copies_memory, results_memory
+from services.trainer.compute.memory.machine import copies_memory, loads_memory, results_memory
 from services.trainer.config import TrainerConfig
 from services.trainer.convert import Target
 from services.trainer.execution.control_ops import ControlOps
@@ -25,7 +25,7 @@ from services.trainer.execution.resident_models import Model
 from services.trainer.execution.states import States, staging_of
 from services.trainer.files.base import Base
 from services.trainer.files.checkpoints import CheckpointStore
-from services.trainer.files.copy_room import CopyRoom
+from services.trainer.files.copy_room import CopyRoom, LoadRoom
 from services.trainer.files.kept_results import ResultRoom
 from services.trainer.files.volume import Volume
 from services.trainer.order.scheduler import Limits
@@ -45,7 +45,8 @@ class Trainer:
         states: copies of their states.
         residency: which models are in memory, and their durable snapshots.
         broadcaster: sends weights to samplers.
-        copies: what copies of models on their way out take of the host; `results`: what results take.
+        copies: what copies of models on their way out take of the host; `loads`: what states on their way in
+            take; `results`: what results take.
         crashes: what was executing when a predecessor died.
         shortage: the memory that one lacked; `micro_batch_tokens` follow from it.
         servicer: what gateways call.
@@ -82,6 +83,7 @@ class Trainer:
         staging = staging_of(data, config.id)
         volume = Volume(data)
         self.states = States(world, base, volume, staging)
+        self.loads = LoadRoom(loads_memory(), engine.sizes.loaded)
         self.residency = Residency(
             world,
             models,
@@ -94,7 +96,7 @@ class Trainer:
             engine.sizes.adapter,
             capacity.adapter_host_bytes,
             engine.sizes.adapter_on_host,
-            Restores(self.crashes),
+            Restores(self.crashes, self.loads),
         )
         storage = connect(config.checkpoint_store, data)
         if config.checkpoint_store:
@@ -130,6 +132,7 @@ class Trainer:
             self.residency.full,
             self.residency.adapters,
             self.copies,
+            self.loads,
             config.full_snapshot_steps,
         )
         self.executor = Executor(

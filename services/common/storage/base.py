@@ -16,7 +16,7 @@ import errno
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,9 +120,13 @@ class Storage(ABC):
         """Names and bytes of the files; None when nothing is stored under the key."""
 
     @abstractmethod
-    def local(self, key: Key) -> AbstractContextManager[Path | None]:
+    def local(self, key: Key, only: Collection[str] | None = None) -> AbstractContextManager[Path | None]:
         """A directory of this machine with the files, for as long as the context lasts, also those that are
-        still there of a version that was deleted. None when nothing is stored under the key."""
+        still there of a version that was deleted. None when nothing is stored under the key.
+
+        Args:
+            only: names of those that are wanted, as far as there are such; others need not be there.
+        """
 
     @abstractmethod
     def open(self, key: Key, name: str) -> BinaryIO:

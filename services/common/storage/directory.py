@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
@@ -167,7 +167,7 @@ class DirectoryStorage(Storage):
         return None
 
     @contextmanager
-    def local(self, key: Key) -> Iterator[Path | None]:
+    def local(self, key: Key, only: Collection[str] | None = None) -> Iterator[Path | None]:
         with _opened(self._path(key), self._deleted(key)) as directory:
             yield directory
 

@@ -14,7 +14,7 @@ import logging
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import wraps
@@ -139,18 +139,19 @@ class ObjectStorage(Storage):
         return None if manifest is None else manifest.files
 
     @contextmanager
-    def local(self, key: Key) -> Iterator[Path | None]:
+    def local(self, key: Key, only: Collection[str] | None = None) -> Iterator[Path | None]:
         manifest = self._manifest(key) or self._manifest(key, _FORMER)
         if manifest is None:
             yield None
             return
         with self._temporary() as directory:
-            self._download(key, manifest, directory)
+            names = [name for name in manifest.files if only is None or name in only]
+            self._download(key, manifest, names, directory)
             yield directory
 
     @_with_os_errors
-    def _download(self, key: Key, manifest: Manifest, directory: Path) -> None:
-        for name in manifest.files:
+    def _download(self, key: Key, manifest: Manifest, names: Iterable[str], directory: Path) -> None:
+        for name in names:
             try:
                 with on_local_disk(self._staging):
                     self._fs.get_file(self._file(key, manifest, name), str(directory / name))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 
 from redis.exceptions import RedisError
@@ -34,7 +34,7 @@ from services.trainer.execution.resident_models import Model, Operation, Operati
 from services.trainer.execution.states import States
 from services.trainer.files.base import Base
 from services.trainer.files.checkpoints import CheckpointStore, Files, SavedState
-from services.trainer.files.copy_room import CopyRoom, Way
+from services.trainer.files.copy_room import CopyRoom, LoadRoom, Way
 from services.trainer.files.export_format import weight_files
 from services.trainer.files.transfers import Transfers
 from services.trainer.publish.publisher import Publisher
@@ -52,7 +52,7 @@ class ControlOps:
         changed: told the id of a model whose state is new and should become durable.
         durable: operation in a model's durable snapshot, None when it has none.
         full: makes room for models that train all weights, `adapters` for adapters, `copies` on the host
-            for what is published, saved or exported of either.
+            for what is published, saved or exported of either, `loads` for what is loaded.
         snapshot_steps: optimizer steps between durable snapshots of a full model.
     """
 
@@ -68,6 +68,7 @@ class ControlOps:
         full: FullModels,
         adapters: AdapterRoom,
         copies: CopyRoom,
+        loads: LoadRoom,
         snapshot_steps: int,
     ) -> None:
         self._world = world
@@ -80,6 +81,7 @@ class ControlOps:
         self._full = full
         self._adapters = adapters
         self._copies = copies
+        self._loads = loads
         self._snapshot_steps = snapshot_steps
 
     async def run(self, model: Model, operation: Operation, release: Release) -> OperationResult:
@@ -132,25 +134,21 @@ class ControlOps:
             # Made afresh it would lack everything up to its snapshot, which the journal no longer has.
             raise ModelNotResident(f"model {model.model_id} exists; restore it")
         lora, saved, optimizer = work.lora, None, False
-        found: SavedState | None = None
         try:
-            if work.from_state is not None:
-                load, optimizer = work.from_state, work.from_state.optimizer
-                found = await self._transfers.load(load.source_model_id, load.checkpoint_id, load.version)
-                lora, saved = found.meta.lora, found.state
-            create = CreateModel(model.model_id, seq_id, lora, saved, optimizer)
-            name = model.model_id
-            async with self._full.room(name) if lora is None else self._adapters.room(name, lora) as size:
-                await self._adapters.with_memory(size or 0, lambda: self._world.call(create))
-                model.created, model.lora, model.adapter_bytes = True, lora, size or 0
+            async with AsyncExitStack() as here:
+                if work.from_state is not None:
+                    found = await here.enter_async_context(self._loaded(work.from_state))
+                    lora, saved, optimizer = found.meta.lora, found.state, work.from_state.optimizer
+                create = CreateModel(model.model_id, seq_id, lora, saved, optimizer)
+                name = model.model_id
+                async with self._full.room(name) if lora is None else self._adapters.room(name, lora) as size:
+                    await self._adapters.with_memory(size or 0, lambda: self._world.call(create))
+                    model.created, model.lora, model.adapter_bytes = True, lora, size or 0
         except StorageAway:
             raise
         except (TinsmithError, OSError) as error:
             model.broken = error if isinstance(error, TinsmithError) else Internal(str(error))
             raise
-        finally:
-            if found is not None:
-                await asyncio.to_thread(found.release)
         self._replaced(model)
         return convert.created(lora)
 
@@ -184,12 +182,9 @@ class ControlOps:
         return convert.saved(model_id, work, size)
 
     async def _load(self, model: Model, seq_id: int, work: Load) -> OperationResult:
-        found = await self._transfers.load(work.source_model_id, work.checkpoint_id, work.version)
-        try:
+        async with self._loaded(work) as found:
             load = LoadState(model.model_id, seq_id, found.state, work.optimizer)
             await self._adapters.with_memory(model.adapter_bytes, lambda: self._world.call(load))
-        finally:
-            await asyncio.to_thread(found.release)
         self._replaced(model)
         return convert.loaded(work)
 
@@ -252,13 +247,30 @@ class ControlOps:
             Overloaded: other models' copies stayed on the host for too long.
         """
         await answers()
-        if not nbytes:
-            yield
-            return
         async with way.hold(nbytes) as waited:
             if waited:
                 await answers()
             yield
+
+    @asynccontextmanager
+    async def _loaded(self, work: Load) -> AsyncIterator[SavedState]:
+        """Within it a saved state is here, and there is room on the host for it, from before it is read.
+
+        Raises:
+            StorageAway: it cannot be read at present.
+            Overloaded: states of other models stayed on the host for too long.
+            TinsmithError: besides, as `CheckpointStore.load`.
+        """
+        model_id, checkpoint_id = work.source_model_id, work.checkpoint_id
+        found = await self._transfers.find(model_id, checkpoint_id, work.version)
+        async with self._loads.of_checkpoints.hold(self._loads.bytes_of(found.meta.lora)) as waited:
+            if waited:
+                await self._transfers.answers(model_id, checkpoint_id)
+            saved = await self._transfers.load(model_id, checkpoint_id, found.version)
+            try:
+                yield saved
+            finally:
+                await asyncio.to_thread(saved.release)
 
     def _export_files(self, state: ModelState, work: Export) -> Files:
         def make() -> Mapping[str, Writer]:

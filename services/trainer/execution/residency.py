@@ -34,6 +34,7 @@ from services.trainer.execution.full_models import FullModels
 from services.trainer.execution.host_room import HostRoom
 from services.trainer.execution.resident_models import Model, OperationResult, new_sequence
 from services.trainer.execution.states import States
+from services.trainer.files.copy_room import LoadRoom
 from services.trainer.files.durable import DurableSnapshot, DurableStore, Pointers, unwritten
 from services.trainer.world.channel import WorldFailure
 from services.trainer.world.commands import CreateModel, DropModel, MoveAdapter
@@ -63,10 +64,12 @@ class Restores:
 
     Args:
         crashes: what was under way when a predecessor died.
+        loads: room on the host for their states.
     """
 
-    def __init__(self, crashes: CrashLedger[tuple[str, int]]) -> None:
+    def __init__(self, crashes: CrashLedger[tuple[str, int]], loads: LoadRoom) -> None:
         self._crashes = crashes
+        self._loads = loads
         self._reading = asyncio.Semaphore(AT_ONCE)
         self._suspects = asyncio.Lock()
 
@@ -86,17 +89,17 @@ class Restores:
             )
 
     @asynccontextmanager
-    async def turn(self, model_id: str) -> AsyncIterator[None]:
-        """Within it a model is read and brought back. Waits for its turn."""
+    async def turn(self, model_id: str, lora: LoraSpec | None) -> AsyncIterator[None]:
+        """Within it a model is read and brought back. Waits for its turn, and for room on the host; raises
+        Overloaded when that took too long."""
         key = (model_id, _RESTORE)
         async with AsyncExitStack() as held:
-            places = 1
-            if self._crashes.is_suspect(key):
+            if suspect := self._crashes.is_suspect(key):
                 # One suspect at a time waits for all places.
                 await held.enter_async_context(self._suspects)
-                places = AT_ONCE
-            for _ in range(places):
+            for _ in range(AT_ONCE if suspect else 1):
                 await held.enter_async_context(self._reading)
+            await held.enter_async_context(self._loads.of_snapshots.hold(self._loads.bytes_of(lora)))
             self._crashes.begin([key])
             try:
                 yield
@@ -219,7 +222,7 @@ class Residency:
             room: AbstractAsyncContextManager[int | None] = self.full.room(model_id)
         else:
             room = self.adapters.room(model_id, meta.lora, had_before=True)
-        async with room as size, self._restores.turn(model_id):
+        async with room as size, self._restores.turn(model_id, meta.lora):
             snapshot = await self.durable.read(model_id)
             if snapshot is None:
                 raise SnapshotNotFound(f"model {model_id} has no durable snapshot")

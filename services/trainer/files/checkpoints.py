@@ -11,10 +11,10 @@ import errno
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -38,6 +38,8 @@ _ADAPTER, _OPTIMIZER, _META = "adapter.safetensors", "optimizer.safetensors", "m
 _LASTING = (errno.EROFS, errno.ENAMETOOLONG)
 """What a storage refuses again each time, beside what it does not permit."""
 
+T = TypeVar("T")
+
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 Files = Callable[[], Mapping[str, Writer]]
@@ -60,6 +62,18 @@ class Meta(msgspec.Struct, frozen=True):
     seq_id: _Count
     step: _Count
     lora: LoraSpec | None
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that is there, without its tensors.
+
+    Attributes:
+        version: its number, with which it is found also once it was deleted, for as long as its files stay.
+    """
+
+    version: int
+    meta: Meta
 
 
 @dataclass(frozen=True)
@@ -196,6 +210,12 @@ class CheckpointStore:
             path = ids.tinker_path(model_id, checkpoint_id)
             raise StorageAway(f"the storage of checkpoint {path} does not answer: {error}") from error
 
+    def find(self, model_id: str, checkpoint_id: str, version: int = 0) -> Found:
+        """Which checkpoint `load` would read, and of what it is. Otherwise as `load`."""
+        chosen, meta = self._stored(model_id, checkpoint_id, version, read_meta, [_META])
+        self._check_base(meta, ids.tinker_path(model_id, checkpoint_id))
+        return Found(chosen, meta)
+
     def load(self, model_id: str, checkpoint_id: str, version: int = 0) -> SavedState:
         """Reads a checkpoint, of any model of this base, under whichever name it was served. The caller
         releases it.
@@ -210,10 +230,34 @@ class CheckpointStore:
             StorageFull: a disk of this machine has no space for them on their way.
             StorageAway: whether there is, or what is in it, cannot be read at present.
         """
+        _, saved = self._stored(
+            model_id, checkpoint_id, version, lambda directory: read_state(directory, self._staging)
+        )
+        try:
+            self._check_base(saved.meta, ids.tinker_path(model_id, checkpoint_id))
+        except InvalidRequest:
+            saved.release()
+            raise
+        return saved
+
+    def _stored(
+        self,
+        model_id: str,
+        checkpoint_id: str,
+        version: int,
+        read: Callable[[Path], T | None],
+        only: Collection[str] | None = None,
+    ) -> tuple[int, T]:
+        """A version, and what is read of the directory with its files, or those of them that are wanted."""
         path = ids.tinker_path(model_id, checkpoint_id)
         try:
             versions = [version] if version else self._storage.versions(model_id, checkpoint_id)[-1:]
-            saved = self._read(Key(model_id, checkpoint_id, versions[0]), path) if versions else None
+            found = None
+            for number in versions:
+                with self._storage.local(Key(model_id, checkpoint_id, number), only) as directory:
+                    found = None if directory is None else read(directory)
+        except DataLoss as error:
+            raise DataLoss(f"checkpoint {path}: {error.message}") from error
         except LocalDiskFull as error:
             raise StorageFull(
                 f"checkpoint {path} was not loaded: {error.strerror}, which it passes; have the operator "
@@ -221,16 +265,17 @@ class CheckpointStore:
             ) from error
         except OSError as error:
             raise StorageAway(f"checkpoint {path} cannot be read at present: {error}") from error
-        if saved is None:
+        if found is None:
             raise NotFound(f"checkpoint {path} does not exist", "checkpoint_not_found")
-        if saved.meta.base_model != self._base.name and saved.meta.weights != self._base.weights:
-            saved.release()
+        return versions[0], found
+
+    def _check_base(self, meta: Meta, path: str) -> None:
+        if meta.base_model != self._base.name and meta.weights != self._base.weights:
             raise InvalidRequest(
-                f"checkpoint {path} belongs to base model {saved.meta.base_model}; this model trains "
+                f"checkpoint {path} belongs to base model {meta.base_model}; this model trains "
                 f"{self._base.name}, which has other weights",
                 "base_model_mismatch",
             )
-        return saved
 
     def _publish(self, key: Key, overwrite: bool, files: Files) -> int:
         path = ids.tinker_path(key.model_id, key.checkpoint_id)
@@ -254,10 +299,3 @@ class CheckpointStore:
         # It may have gone since `look`.
         self._check_same()
         return size
-
-    def _read(self, key: Key, path: str) -> SavedState | None:
-        try:
-            with self._storage.local(key) as directory:
-                return None if directory is None else read_state(directory, self._staging)
-        except DataLoss as error:
-            raise DataLoss(f"checkpoint {path}: {error.message}") from error

@@ -1,9 +1,13 @@
-"""Room on the first rank's host for copies of models that leave the trainer: to samplers, or to a storage.
+"""Room on the first rank's host for models on their way out of the trainer, or into it.
 
-Invariants: a copy has its room from before it is taken until it was sent or written, or given up, and those
-of one way never take more than there is; one that takes more than all of it goes alone. Who comes first goes
-first, however small the next ones are. What hangs on its way to a storage keeps no room from what goes to
-samplers. Durable snapshots take none: two at a time are written, which wait for nobody here.
+Copies leave it, to samplers or to a storage; states come, from a checkpoint or a durable snapshot.
+
+Invariants: a copy has its room from before it is taken until it was sent or written, or given up; a state has
+it from before its files are read until the engine has it, or it is given up. Those of one way never take more
+than there is; one that takes more than all of it goes alone. Who comes first goes first, however small the
+next ones are. What hangs on its way to or from a storage keeps no room from what goes to samplers, nor from
+models that come back. Durable snapshots take none when they are written: two at a time are, which wait for
+nobody here.
 """
 
 from __future__ import annotations
@@ -47,25 +51,30 @@ def let_in(waiting: Iterable[int], used: int, most: int) -> int:
 
 
 class Way:
-    """Copies that go the same way, in order. Of each model there is one at a time, so no more wait than there
-    are models.
+    """Copies, or states, that go the same way, in order. Of each model there is one at a time, so no more
+    wait than there are models.
 
     Args:
         most: bytes that they may take.
+        what: names one of them, for the beginning of a sentence.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, what: str) -> None:
         self._most = most
+        self._what = what
         self._waiting: deque[_Place] = deque()
         self.used = 0
 
     @asynccontextmanager
     async def hold(self, nbytes: int) -> AsyncIterator[bool]:
-        """Holds room for a copy; whether others had to leave first.
+        """Holds room for one; whether others had to leave first. One that takes none waits for nobody.
 
         Raises:
             Overloaded: they did not for WAIT_S.
         """
+        if not nbytes:
+            yield False
+            return
         place = _Place(nbytes)
         self._waiting.append(place)
         self._let_in()
@@ -99,7 +108,7 @@ class Way:
 
     def _full(self, nbytes: int) -> Overloaded:
         return Overloaded(
-            f"a copy of the model takes {nbytes / _MIB:.0f} MiB of the trainer's host, and those of others, "
+            f"{self._what} takes {nbytes / _MIB:.0f} MiB of the trainer's host, and those of others, "
             f"which may take {self._most / _MIB:.0f}, did not leave it for {WAIT_S / 60:.0f} minutes; "
             "send the request again later, or have the operator look whether the storage is slow"
         )
@@ -115,9 +124,29 @@ class CopyRoom:
     """
 
     def __init__(self, most: int, bytes_of: Callable[[LoraSpec | None, bool], int]) -> None:
-        self.to_samplers, self.to_storage = Way(most), Way(most)
+        what = "a copy of the model"
+        self.to_samplers, self.to_storage = Way(most, what), Way(most, what)
         self.bytes_of = bytes_of
 
     def used(self) -> dict[str, float]:
         """Bytes that copies have, by where they go."""
         return {"samplers": self.to_samplers.used, "storage": self.to_storage.used}
+
+
+class LoadRoom:
+    """What states that are loaded may take of the host.
+
+    Args:
+        most: bytes for each of both ways.
+        bytes_of: what the state of an adapter takes while it is read, or of a model that trains all weights;
+            0: it is never on the host as a whole.
+    """
+
+    def __init__(self, most: int, bytes_of: Callable[[LoraSpec | None], int]) -> None:
+        what = "the saved state"
+        self.of_checkpoints, self.of_snapshots = Way(most, what), Way(most, what)
+        self.bytes_of = bytes_of
+
+    def used(self) -> dict[str, float]:
+        """Bytes that states have, by what they are loaded from."""
+        return {"checkpoint": self.of_checkpoints.used, "snapshot": self.of_snapshots.used}

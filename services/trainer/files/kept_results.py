@@ -57,6 +57,10 @@ class ResultRoom:
         """Before which operation of a model all were, when it was last asked about."""
         self._unasked = Repeats(log, "kept results were not given up")
 
+    def used(self) -> int:
+        """Bytes that results take at present."""
+        return sum(sequence.kept_bytes for sequence in self._sequences().values())
+
     async def watch(self) -> None:
         """Keeps to it. Runs until cancelled."""
         while True:

@@ -2,8 +2,8 @@
 
 Invariant: a storage that hangs takes no thread from durable snapshots or anything else of the trainer.
 Whoever asks for something when it hangs already is told that it is away within a minute, before anything of a
-model is copied for it. What it hangs in the middle of is given up after half an hour at a standstill; what
-goes on has as long as a terabyte may take.
+model is copied for it, or read of it. What it hangs in the middle of is given up after half an hour at a
+standstill; what goes on has as long as a terabyte may take.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypeVar
 from services.common.contract import ids
 from services.common.contract.errors import StorageAway, Unavailable
 from services.common.process.pools import LOOKS, TRANSFERS, Pool
-from services.trainer.files.checkpoints import CheckpointStore, SavedState
+from services.trainer.files.checkpoints import CheckpointStore, Found, SavedState
 
 T = TypeVar("T")
 
@@ -42,9 +42,14 @@ class Transfers:
         """
         return await _run(TRANSFERS, model_id, checkpoint_id, lambda: work(self._checkpoints))
 
-    async def load(self, model_id: str, checkpoint_id: str, version: int) -> SavedState:
-        """As `CheckpointStore.load`."""
+    async def find(self, model_id: str, checkpoint_id: str, version: int) -> Found:
+        """As `CheckpointStore.find`."""
         await self.answers(model_id, checkpoint_id)
+        find = partial(self._checkpoints.find, model_id, checkpoint_id, version)
+        return await _run(LOOKS, model_id, checkpoint_id, find)
+
+    async def load(self, model_id: str, checkpoint_id: str, version: int) -> SavedState:
+        """As `CheckpointStore.load`. For one that `answers`."""
         load = partial(self._checkpoints.load, model_id, checkpoint_id, version)
         # What comes when it was given up lies in memory, or on a disk of this machine.
         return await _run(TRANSFERS, model_id, checkpoint_id, load, SavedState.release)

@@ -24,6 +24,10 @@ OF_COPIES = 1 / 16
 """The same of copies of models that the first rank has on their way to samplers, and as much again of those
 on their way to a storage."""
 
+OF_LOADS = 1 / 32
+"""The same of states that are loaded from checkpoints, and as much again of those that models come back
+from."""
+
 OF_RESULTS = 1 / 64
 """The same of results that the first rank keeps for those who ask again."""
 
@@ -59,6 +63,11 @@ def host_memory(given: int | None, device: str) -> int:
 def copies_memory() -> int:
     """What copies that go one way may take of the first rank's host, whatever the device."""
     return int(machine_memory() * OF_COPIES)
+
+
+def loads_memory() -> int:
+    """What states that are loaded one way may take of the first rank's host, whatever the device."""
+    return int(machine_memory() * OF_LOADS)
 
 
 def results_memory() -> int:

@@ -65,6 +65,18 @@ class ModelSizes:
         each = 1 << (nbytes - 1).bit_length() if self._on_device else nbytes
         return each * (1 + ADAPTER_MOMENTS if moments else 1)
 
+    def loaded(self, lora: LoraSpec | None) -> int:
+        """What a saved state takes of the first rank's host at most while it is read, in float32: the file of
+        its moments is there twice until all of them were taken out of it.
+
+        Args:
+            lora: None: it trains all weights. Each rank reads its own part, so 0.
+        """
+        if lora is None:
+            return 0
+        _, elements = layout_of(*self._shape(lora))
+        return 4 * elements * (1 + 2 * ADAPTER_MOMENTS)
+
     def largest_adapter(self, rank: int) -> LoraSpec:
         """The adapter of this rank that trains all that adapters can."""
         return largest(self._linears, rank, self._unadapted)

@@ -188,6 +188,15 @@ def test_a_version_that_lacks_a_file_is_damaged_and_not_away(
         pass
 
 
+def test_of_a_version_only_those_files_come_here_that_are_wanted(
+    storage: Storage, filesystem: MemoryFileSystem
+) -> None:
+    storage.publish(KEY, {"x": text("one"), "y": text("large")})
+    storage.delete(KEY)
+    with storage.local(KEY, ["x", "z"]) as directory:
+        assert directory is not None and [path.name for path in directory.iterdir()] == ["x"]
+
+
 class OnFullDisk(MemoryFileSystem):
     """Its objects come to a disk without space."""
 

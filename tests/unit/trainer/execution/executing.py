@@ -21,7 +21,7 @@ from services.trainer.convert import Target
 from services.trainer.execution.control_ops import ControlOps
 from services.trainer.execution.executor import Executor
 from services.trainer.execution.resident_models import Model, OperationResult, new_sequence
-from services.trainer.files.copy_room import CopyRoom
+from services.trainer.files.copy_room import CopyRoom, LoadRoom
 from services.trainer.order.scheduler import Limits
 from services.trainer.world.channel import Channel
 from services.trainer.world.world import World
@@ -77,10 +77,11 @@ def executor_of(
 ) -> Executor:
     """parts: of `ControlOps`, where they are used."""
     unused = ("checkpoints", "publisher", "base", "states", "durable", "full", "adapters")
-    copies = CopyRoom(2**40, lambda lora, moments: 1)
+    copies, loads = CopyRoom(2**40, lambda lora, moments: 1), LoadRoom(2**40, lambda lora: 1)
     given = {
         **dict.fromkeys(unused),
         "copies": copies,
+        "loads": loads,
         "changed": lambda _: None,
         "snapshot_steps": 1,
         **parts,

@@ -25,6 +25,7 @@ from services.trainer.execution.states import States, staging_of
 from services.trainer.files import durable
 from services.trainer.files.base import Base
 from services.trainer.files.checkpoints import Meta, SavedState
+from services.trainer.files.copy_room import LoadRoom
 from services.trainer.files.durable import DurableSnapshot
 from services.trainer.files.volume import Volume
 from services.trainer.world.commands import CreateModel, DropModel
@@ -62,7 +63,7 @@ class Engine:
 class Trainer:
     """Residency over an engine that does nothing, and models that have a snapshot on disk."""
 
-    def __init__(self, data: DataDir, state: ModelState) -> None:
+    def __init__(self, data: DataDir, state: ModelState, loads: int = 2**40) -> None:
         self.models: dict[str, Model] = {}
         self.pointers = PointersInMemory()
         self.engine = Engine(state)
@@ -72,6 +73,7 @@ class Trainer:
         self.crashes = CrashLedger[tuple[str, int]](
             data.run / "trainer-0.executing", tuple[str, int], "trainer"
         )
+        self.loads = LoadRoom(loads, lambda _: 1)
         self.residency = Residency(
             world,
             self.models,
@@ -84,7 +86,7 @@ class Trainer:
             lambda _: 1,
             0,
             lambda _: 1,
-            Restores(self.crashes),
+            Restores(self.crashes, self.loads),
         )
         self._data = data
         self._state = state

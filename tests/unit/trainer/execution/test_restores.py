@@ -10,17 +10,19 @@ import pytest
 from services.common.contract.errors import Internal
 from services.common.process.crashes import MOST_CRASHES, REST_S, CrashLedger
 from services.common.storage.data_dir import DataDir
-from services.trainer.compute.data import ModelState
+from services.trainer.compute.data import LoraSpec, ModelState
 from services.trainer.execution.residency import AT_ONCE, Restores
+from services.trainer.files.copy_room import LoadRoom
 from services.trainer.world.channel import WorldFailure
 from tests.unit.trainer.execution.test_residency import MODEL, SEQ_ID, Trainer, until
 
-OTHER = "s:train:7"
+OTHER, LORA = "s:train:7", LoraSpec(8)
+LOADS = LoadRoom(2**40, lambda _: 1)
 
 
 def started(path: Path, seconds: float = 0.0) -> Restores:
     """Those of a trainer that starts so much later."""
-    return Restores(CrashLedger[tuple[str, int]](path, tuple[str, int], "trainer", lambda: seconds))
+    return Restores(CrashLedger[tuple[str, int]](path, tuple[str, int], "trainer", lambda: seconds), LOADS)
 
 
 async def died(path: Path, *model_ids: str, times: int = 1) -> Restores:
@@ -28,13 +30,13 @@ async def died(path: Path, *model_ids: str, times: int = 1) -> Restores:
     for _ in range(times):
         before = started(path)
         for model_id in model_ids:
-            await before.turn(model_id).__aenter__()
+            await before.turn(model_id, LORA).__aenter__()
     return started(path)
 
 
 async def brought_back(restores: Restores, model_id: str) -> None:
     restores.check(model_id)
-    async with restores.turn(model_id):
+    async with restores.turn(model_id, LORA):
         pass
 
 
@@ -61,12 +63,12 @@ async def test_what_is_refused_is_no_death_and_what_breaks_the_world_is(tmp_path
     path = tmp_path / "ledger"
     for _ in range(MOST_CRASHES):
         with pytest.raises(Internal):
-            async with started(path).turn(MODEL):
+            async with started(path).turn(MODEL, LORA):
                 raise Internal("no room")
     started(path).check(MODEL)
     for _ in range(MOST_CRASHES):
         with pytest.raises(WorldFailure):
-            async with started(path).turn(OTHER):
+            async with started(path).turn(OTHER, LORA):
                 raise WorldFailure("a rank is gone")
     with pytest.raises(Internal, match="died 3 times"):
         started(path).check(OTHER)
@@ -79,7 +81,7 @@ async def test_a_suspect_is_brought_back_while_nothing_else_is(tmp_path: Path) -
     others = [f"s:train:{number}" for number in range(10, 10 + 2 * AT_ONCE)]
 
     async def bring_back(model_id: str) -> None:
-        async with restores.turn(model_id):
+        async with restores.turn(model_id, LORA):
             under_way.add(model_id)
             await asyncio.sleep(0.01)
             together.append(set(under_way))
@@ -120,7 +122,7 @@ async def test_a_trainer_does_not_begin_to_bring_back_what_rests(
 async def test_what_is_still_under_way_when_a_trainer_ends_in_order_does_no_harm(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     ledger = CrashLedger[tuple[str, int]](path, tuple[str, int], "trainer")
-    async with Restores(ledger).turn(MODEL):
+    async with Restores(ledger, LOADS).turn(MODEL, LORA):
         ledger.close()
     assert not path.exists()
     started(path).check(MODEL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -63,9 +63,9 @@ class Outage(DirectoryStorage):
         return super().publish(key, files)
 
     @contextmanager
-    def local(self, key: Key) -> Iterator[Path | None]:
+    def local(self, key: Key, only: Collection[str] | None = None) -> Iterator[Path | None]:
         self.asked += 1
-        with super().local(key) as directory:
+        with super().local(key, only) as directory:
             yield directory
 
 

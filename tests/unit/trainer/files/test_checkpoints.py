@@ -60,11 +60,30 @@ def test_an_accepted_load_is_repeated_from_what_its_owner_has_deleted_since(
     store.save(MODEL, 5, "weights/a", False, model_state)
     storage.delete(KEY)
     assert store.load(MODEL, "weights/a", version=5).state == model_state
-    with pytest.raises(NotFound):
-        store.load(MODEL, "weights/a")
+    assert store.find(MODEL, "weights/a", version=5).meta.lora == model_state.lora
     storage.delete(KEY, grace=-1)
     with pytest.raises(NotFound):
         store.load(MODEL, "weights/a", version=5)
+
+
+@pytest.mark.parametrize("method", ["find", "load"])
+def test_of_a_checkpoint_that_was_deleted_there_is_no_newest(
+    store: CheckpointStore, storage: DirectoryStorage, model_state: ModelState, method: str
+) -> None:
+    store.save(MODEL, 5, "weights/a", False, model_state)
+    storage.delete(KEY)
+    with pytest.raises(NotFound, match="weights/a does not exist"):
+        getattr(store, method)(MODEL, "weights/a")
+
+
+def test_what_is_found_is_the_version_that_is_loaded_without_its_tensors(
+    store: CheckpointStore, model_state: ModelState, tmp_path: Path
+) -> None:
+    store.save(MODEL, 5, "weights/a", False, model_state)
+    store.save(MODEL, 7, "weights/a", True, model_state)
+    (tmp_path / MODEL / "weights/a/7/adapter.safetensors").unlink()
+    found = store.find(MODEL, "weights/a")
+    assert (found.version, found.meta.seq_id, found.meta.lora) == (7, 7, model_state.lora)
 
 
 def test_a_storage_below_a_volume_that_went_away_is_away_and_has_lost_nothing(
@@ -204,13 +223,14 @@ def test_a_missing_checkpoint_is_the_users_error(store: CheckpointStore) -> None
         store.load(MODEL, "weights/none", version=3)
 
 
+@pytest.mark.parametrize("method", ["find", "load"])
 def test_a_checkpoint_of_another_base_model_is_refused(
-    store: CheckpointStore, storage: DirectoryStorage, staging: Path, model_state: ModelState
+    store: CheckpointStore, storage: DirectoryStorage, staging: Path, model_state: ModelState, method: str
 ) -> None:
     other = CheckpointStore(storage, Base("org/other", "/models/other"), staging)
     other.save(MODEL, 1, "weights/a", False, model_state)
     with pytest.raises(InvalidRequest, match="org/other"):
-        store.load(MODEL, "weights/a")
+        getattr(store, method)(MODEL, "weights/a")
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ class Copying:
 @asynccontextmanager
 async def copying(*sizes: tuple[str, int]) -> AsyncIterator[tuple[Copying, dict[str, asyncio.Task[bool]]]]:
     """Copies that begin one after the other, where 10 bytes are for all."""
-    all_of_them = Copying(Way(10))
+    all_of_them = Copying(Way(10, "a copy of the model"))
     tasks = {name: asyncio.create_task(all_of_them.copy(name, nbytes)) for name, nbytes in sizes}
     await asyncio.sleep(0)
     yield all_of_them, tasks
@@ -111,8 +111,15 @@ async def test_who_waits_in_vain_is_told_what_to_do(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_timeout_of_what_is_done_with_a_copy_is_its_own() -> None:
-    way = Way(10)
+    way = Way(10, "a copy of the model")
     with pytest.raises(TimeoutError, match="of its own"):
         async with way.hold(1):
             raise TimeoutError("of its own")
     assert way.used == 0
+
+
+async def test_what_takes_no_room_waits_for_none() -> None:
+    async with copying(("first", 20), ("second", 1), ("nothing", 0)) as (found, tasks):
+        assert found.taken == ["first", "nothing"]
+        await found.leaves("nothing")
+        assert await tasks["nothing"] is False

@@ -52,6 +52,14 @@ async def keeps(most: int, journal: Journal, **models: Sequence[str, int]) -> di
     return {name: list(sequence.results) for name, sequence in models.items()}
 
 
+async def test_what_kept_results_take_is_told_over_all_models() -> None:
+    models = {"small": executed(10, 10), "large": executed(20)}
+    room = ResultRoom(0, lambda: models, Journal().lowest_pending)
+    assert room.used() == 40
+    models["small"].forget(before=9)
+    assert room.used() == 30
+
+
 async def test_results_of_who_keeps_most_go_first_and_no_more_than_need_be() -> None:
     journal = Journal()
     kept = await keeps(60, journal, small=executed(10, 10), large=executed(20, 20, 20))
