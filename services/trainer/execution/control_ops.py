@@ -33,7 +33,7 @@ from services.trainer.execution.full_models import FullModels, snapshot_due
 from services.trainer.execution.resident_models import Model, Operation, OperationResult, Rejected
 from services.trainer.execution.states import States
 from services.trainer.files.base import Base
-from services.trainer.files.checkpoints import CheckpointStore, Files, SavedState
+from services.trainer.files.checkpoints import CheckpointStore, Files, Found, SavedState
 from services.trainer.files.copy_room import CopyRoom, LoadRoom, Way
 from services.trainer.files.export_format import weight_files
 from services.trainer.files.transfers import Transfers
@@ -133,17 +133,21 @@ class ControlOps:
         if exists:
             # Made afresh it would lack everything up to its snapshot, which the journal no longer has.
             raise ModelNotResident(f"model {model.model_id} exists; restore it")
-        lora, saved, optimizer = work.lora, None, False
+        saved, optimizer = None, False
         try:
+            found = None if work.from_state is None else await self._find(work.from_state)
+            lora, name = found.meta.lora if found else work.lora, model.model_id
             async with AsyncExitStack() as here:
-                if work.from_state is not None:
-                    found = await here.enter_async_context(self._loaded(work.from_state))
-                    lora, saved, optimizer = found.meta.lora, found.state, work.from_state.optimizer
+                # The engine's room before the host's, as every other load has it by then: who waited for it
+                # with room on the host would keep that from those who are to leave.
+                room = self._full.room(name) if lora is None else self._adapters.room(name, lora)
+                size = await here.enter_async_context(room)
+                if work.from_state is not None and found is not None:
+                    loaded = await here.enter_async_context(self._loaded(work.from_state, found))
+                    saved, optimizer = loaded.state, work.from_state.optimizer
                 create = CreateModel(model.model_id, seq_id, lora, saved, optimizer)
-                name = model.model_id
-                async with self._full.room(name) if lora is None else self._adapters.room(name, lora) as size:
-                    await self._adapters.with_memory(size or 0, lambda: self._world.call(create))
-                    model.created, model.lora, model.adapter_bytes = True, lora, size or 0
+                await self._adapters.with_memory(size or 0, lambda: self._world.call(create))
+                model.created, model.lora, model.adapter_bytes = True, lora, size or 0
         except StorageAway:
             raise
         except (TinsmithError, OSError) as error:
@@ -182,8 +186,8 @@ class ControlOps:
         return convert.saved(model_id, work, size)
 
     async def _load(self, model: Model, seq_id: int, work: Load) -> OperationResult:
-        async with self._loaded(work) as found:
-            load = LoadState(model.model_id, seq_id, found.state, work.optimizer)
+        async with self._loaded(work, await self._find(work)) as saved:
+            load = LoadState(model.model_id, seq_id, saved.state, work.optimizer)
             await self._adapters.with_memory(model.adapter_bytes, lambda: self._world.call(load))
         self._replaced(model)
         return convert.loaded(work)
@@ -252,8 +256,11 @@ class ControlOps:
                 await answers()
             yield
 
+    async def _find(self, work: Load) -> Found:
+        return await self._transfers.find(work.source_model_id, work.checkpoint_id, work.version)
+
     @asynccontextmanager
-    async def _loaded(self, work: Load) -> AsyncIterator[SavedState]:
+    async def _loaded(self, work: Load, found: Found) -> AsyncIterator[SavedState]:
         """Within it a saved state is here, and there is room on the host for it, from before it is read.
 
         Raises:
@@ -262,7 +269,6 @@ class ControlOps:
             TinsmithError: besides, as `CheckpointStore.load`.
         """
         model_id, checkpoint_id = work.source_model_id, work.checkpoint_id
-        found = await self._transfers.find(model_id, checkpoint_id, work.version)
         async with self._loads.of_checkpoints.hold(self._loads.bytes_of(found.meta.lora)) as waited:
             if waited:
                 await self._transfers.answers(model_id, checkpoint_id)

@@ -71,6 +71,8 @@ class Trainer(executing.Trainer):
         self.storage, self.loads = Counted(directory / "checkpoints"), LoadRoom(ROOM, lambda _: 1)
         self.checkpoints = CheckpointStore(self.storage, base, directory / "staging")
         self.checkpoints.save(SAVED, 1, "weights/best", False, saved)
+        self.room_in_engine = asyncio.Event()
+        self.room_in_engine.set()
         super().__init__(Busy(), directory, *map(resident, MODELS))
 
     def parts(self) -> dict[str, Any]:
@@ -81,6 +83,7 @@ class Trainer(executing.Trainer):
 
     @asynccontextmanager
     async def room(self, model_id: str, lora: LoraSpec) -> AsyncIterator[int]:
+        await self.room_in_engine.wait()
         yield 1
 
     async def all_begin(self, models: list[str]) -> list[asyncio.Future[Any]]:
@@ -114,6 +117,24 @@ async def test_models_that_load_at_once_are_read_for_as_there_is_room_and_all_ar
         trainer.engine.goes_on.set()
         assert not any(result.HasField("error") for result in await asyncio.gather(*results))
         assert trainer.storage.read == len(MODELS)
+
+
+async def test_who_waits_for_room_in_the_engine_keeps_none_on_the_host_from_those_that_have_it(
+    tmp_path: Path, model_state: ModelState
+) -> None:
+    async with running(tmp_path, model_state) as trainer:
+        trainer.loads.bytes_of = lambda _: ROOM
+        trainer.engine.goes_on.set()
+        trainer.room_in_engine.clear()
+        created = await trainer.ask(create_from_it())
+        # It has begun by then.
+        await asyncio.sleep(0.1)
+        results = [await trainer.ask(load(name, 1)) for name in MODELS[1:]]
+        async with asyncio.timeout(10):
+            assert not any(result.HasField("error") for result in await asyncio.gather(*results))
+        assert not created.done() and trainer.storage.read == len(MODELS) - 1
+        trainer.room_in_engine.set()
+        assert not (await created).HasField("error")
 
 
 async def test_a_state_that_is_larger_than_all_room_is_loaded_alone(
