@@ -21,6 +21,7 @@ from redis.exceptions import RedisError
 
 from services.common.process import rpc
 from services.common.state import keys, redis_client, registry
+from services.common.state.journal import Journal
 from services.common.state.poison import Poison
 from services.common.storage.data_dir import DataDir
 from services.common.tls.wires import Identity, Role, identity
@@ -52,6 +53,8 @@ _SETTINGS = {
     "quantization": "weights in",
 }
 _LACKS = {"adapts": "no adapters", "full_models": "no full models"}
+_NAMED = 10
+"""Reasons for which models wait, and models of each, that are told; all are in the report."""
 _USUAL = (None, 0, 1, "", "auto", "none")
 
 
@@ -71,6 +74,7 @@ async def collect(data: DataDir, redis_url: str | None) -> dict[str, Any]:
             report["storage"] = await _storage(client, data)
             report["limits"], report["owners"] = usage.limits(records), await usage.collect(client)
             report["mixed_runners"] = model_runners.mixed(records)
+            report["waiting"] = await Journal(client).queue_states()
             report["set_aside"] = [asdict(met) for met in await Poison(client).listed()]
             if (await client.info("persistence")).get("aof_last_write_status", "ok") != "ok":
                 report["error"] = _NO_WRITES
@@ -194,6 +198,7 @@ def show(report: dict[str, Any]) -> str:
         lines += ["", *_space(report["storage"])]
     if report.get("limits") or report.get("owners"):
         lines += ["", *usage.show(report.get("limits", {}), report.get("owners", {}))]
+    lines += _waiting(report.get("waiting", {}))
     for met in report.get("set_aside", ()):
         ago = max(0, round(time.time() - met["last"]))
         lines += ["", f"cannot be read: {met['name']}: {met['reason']} ({met['count']} times, {ago} s ago)"]
@@ -210,6 +215,23 @@ def _space(storage: dict[str, Any]) -> Sequence[str]:
         f"{line}; snapshots without a name take {sum(snapshots.values()) / gib:.2f} GiB",
         *(f"  {owner}  {size / gib:.2f} GiB" for owner, size in sorted(snapshots.items())),
     ]
+
+
+def _waiting(waiting: dict[str, str]) -> list[str]:
+    """Why operations of models wait, what keeps most of them first, and which these are."""
+    alike: dict[str, list[str]] = {}
+    for model_id, why in sorted(waiting.items()):
+        alike.setdefault(why, []).append(model_id)
+    reasons = sorted(alike, key=lambda why: -len(alike[why]))
+    lines = []
+    for why in reasons[:_NAMED]:
+        models = alike[why]
+        what, more = "model waits" if len(models) == 1 else "models wait", len(models) - _NAMED
+        named = ", ".join(models[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+        lines += ["", f"{len(models)} {what}: {why}", f"  {named}"]
+    if rest := reasons[_NAMED:]:
+        lines += ["", f"{sum(len(alike[why]) for why in rest)} more wait for other reasons (--json has them)"]
+    return lines
 
 
 def _headline(entry: dict[str, Any]) -> str:

@@ -47,6 +47,8 @@ IDLE_AFTER_S = 60.0
 
 _MAX_SEQ_ID = 2**53 - 1
 _READ_ENTRIES = 512
+_ASKED = 1000
+"""Models at a time."""
 _THREAD_ABOVE_BYTES = 256 * 1024
 """Larger operations are serialized off the event loop."""
 
@@ -377,6 +379,15 @@ class Journal:
             await self._note_queue_state([keys.queue_state(model_id)], reason, 30 + round(seconds))
         else:
             await self._redis.delete(keys.queue_state(model_id))
+
+    async def queue_states(self) -> dict[str, str]:
+        """Of models that may have unfinished operations why these wait, where somebody has said so."""
+        models = [model_id for model_id, _ in await self.models_with_work()]
+        found: dict[str, str] = {}
+        for some in (models[at : at + _ASKED] for at in range(0, len(models), _ASKED)):
+            said: Any = await self._redis.mget([keys.queue_state(model_id) for model_id in some])
+            found |= {model_id: why.decode() for model_id, why in zip(some, said, strict=True) if why}
+        return found
 
 
 def _operation(model_id: str, seq_id: int, raw: bytes) -> operation_pb2.Operation:

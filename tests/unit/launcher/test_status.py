@@ -15,10 +15,13 @@ from typing import Any
 import msgspec
 import pytest
 import redis
+import redis.asyncio
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
+from services.common.contract import ids
 from services.common.contract.experts.routing import Routing
+from services.common.state.journal import Journal
 from services.common.state.registry import ServiceRecord
 from services.common.storage.data_dir import DataDir
 from services.launcher import cli, machine, redis_server, status
@@ -112,6 +115,31 @@ def test_status_says_what_cannot_be_read() -> None:
     met = {"name": "tinsmith:session:{a}", "reason": "no such field", "count": 7, "last": time.time() - 5}
     shown = status.show({"processes": [], "services": [], "set_aside": [met]})
     assert "cannot be read: tinsmith:session:{a}: no such field (7 times, 5 s ago)" in shown
+
+
+async def test_status_says_which_models_wait_and_why(
+    tmp_path: Path, redis_client: redis.asyncio.Redis, redis_url: str
+) -> None:
+    journal, why = Journal(redis_client), "the trainer cannot bring the model back at present (no memory)"
+    models = [ids.model_id("s", number) for number in range(14)]
+    for model_id in models:
+        await journal._announce(model_id)
+    for model_id in models[1:13]:
+        await journal.set_queue_state(model_id, why)
+    await journal.set_queue_state(models[0], "no trainer is ready")
+    report = await status.collect(DataDir(tmp_path), redis_url)
+    assert report["waiting"] == {models[0]: "no trainer is ready", **dict.fromkeys(models[1:13], why)}
+    text = status.show(report)
+    assert text.index(f"12 models wait: {why}\n") < text.index("1 model waits: no trainer is ready\n")
+    (named,) = [line for line in text.splitlines() if line.endswith("and 2 more")]
+    assert named.count(", ") == 9
+    assert models[13] not in text
+
+
+def test_of_models_that_wait_each_for_a_reason_of_its_own_some_are_told() -> None:
+    told = status.show({"processes": [], "services": [], "waiting": {f"m{n}": f"{n}" for n in range(14)}})
+    assert told.count("1 model waits") == 10
+    assert "4 more wait for other reasons (--json has them)" in told
 
 
 def test_status_says_which_samplers_of_a_base_model_have_different_model_runners() -> None:
