@@ -17,11 +17,17 @@ _LAST_LINES = 12
 def failures(report: Path) -> Iterator[str]:
     """Of each failed test of a report its name and the last of what pytest says of it.
 
-    A part that ended before it had written its report has none.
+    A part that ended before it had written its report has none. Of one that it had not written whole, that is
+    said instead.
     """
     if not report.is_file():
         return
-    for case in ElementTree.parse(report).iter("testcase"):
+    try:
+        cases = ElementTree.parse(report).iter("testcase")
+    except ElementTree.ParseError as error:
+        yield f"-- {report} cannot be read ({error}): what failed in that part is in its own output"
+        return
+    for case in cases:
         for kind in ("failure", "error"):
             for found in case.findall(kind):
                 said = (found.text or found.get("message") or "").strip().splitlines()[-_LAST_LINES:]

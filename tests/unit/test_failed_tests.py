@@ -8,6 +8,7 @@ from pathlib import Path
 
 from scripts.failed_tests import failures
 
+ROOT = Path(__file__).parents[2]
 TESTS = """
 import pytest
 
@@ -38,3 +39,18 @@ def test_every_test_that_failed_is_said_once_more_with_what_pytest_said_of_it(tm
 
 def test_a_part_that_ended_before_its_report_has_none(tmp_path: Path) -> None:
     assert list(failures(tmp_path / "none.xml")) == []
+
+
+def test_of_a_report_that_is_cut_off_it_is_said_and_the_others_are_told(tmp_path: Path) -> None:
+    case = '<testcase classname="tests.test_a" name="test_b"><error>away</error></testcase>'
+    whole = f"<testsuites>{case}</testsuites>"
+    cut_off, empty, last = (tmp_path / f"{number}.xml" for number in range(3))
+    cut_off.write_text(whole[: whole.index("</error>")])
+    empty.write_text("")
+    last.write_text(whole)
+    command = [sys.executable, "-m", "scripts.failed_tests", *map(str, (cut_off, empty, last))]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120, text=True, check=True)
+    first, second, *others = told.stdout.splitlines()
+    assert first.startswith(f"-- {cut_off} cannot be read (")
+    assert second.startswith(f"-- {empty} cannot be read (")
+    assert others == ["-- tests/test_a.py::test_b (error)", "   away"]
