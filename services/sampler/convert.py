@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +14,7 @@ from services.common.contract import errors, matrices, steering, tensors
 from services.common.contract.errors import InvalidRequest
 from services.common.contract.sample_schema import scoring_from_pb
 from services.common.contract.tensors import TensorSpec
+from services.common.process.memory.remembered import Remembered
 from services.common.weights.medium import Medium
 from services.sampler.engine.sampling import (
     Constraint,
@@ -81,16 +81,13 @@ def _prompt_from_pb(pb: types_pb2.Tensor) -> list[int]:
 
 
 def _params_of(data: bytes) -> SamplingParams:
-    """Of serialized ones: many samples in a row have the same. Of large ones only the last is kept."""
-    return (_small if len(data) <= _SMALL_BYTES else _large)(data)
+    """Of serialized ones: many samples in a row have the same."""
+    return _read(len(data) > _SMALL_BYTES, data)
 
 
+@Remembered
 def _read(data: bytes) -> SamplingParams:
     return _params_from_pb(sampling_pb2.SamplingParams.FromString(data))
-
-
-_small = lru_cache(maxsize=256)(_read)
-_large = lru_cache(maxsize=1)(_read)
 
 
 def _params_from_pb(pb: sampling_pb2.SamplingParams) -> SamplingParams:

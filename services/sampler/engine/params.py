@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import copy
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from vllm import SamplingParams as VllmParams
@@ -20,6 +19,7 @@ from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine.input_processor import InputProcessor
 
 from services.common.contract.errors import InvalidRequest
+from services.common.process.memory.remembered import Remembered
 from services.sampler.config import MAX_BAD_WORD_TOKENS
 from services.sampler.engine.sampling import (
     Limits,
@@ -36,6 +36,8 @@ from services.sampler.worker.prompt_scores import (
     SAMPLED_KEY,
     ScorePlan,
 )
+
+_SMALL = 256
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,8 @@ def vllm_params(
     """
     params, steering = job.params, job.params.steering
     made = copy.copy(
-        (_small if _is_small(params) else _large)(
+        _common(
+            _is_large(params),
             params.temperature,
             params.top_k,
             params.top_p,
@@ -143,6 +146,9 @@ def vllm_params(
     return made
 
 
+# What many sequences in a row are asked is made and checked once. Each has a copy, in which vLLM replaces
+# what it changes.
+@Remembered
 def _common(
     temperature: float,
     top_k: int,
@@ -185,17 +191,10 @@ def _common(
     )
 
 
-# What many sequences in a row are asked is made and checked once. Each has a copy, in which vLLM replaces
-# what it changes. What is large may be a megabyte: of that only the last is kept.
-_small = lru_cache(maxsize=256)(_common)
-_large = lru_cache(maxsize=1)(_common)
-_SMALL = 256
-
-
-def _is_small(params: SamplingParams) -> bool:
+def _is_large(params: SamplingParams) -> bool:
     """By characters and tokens."""
     listed = len(params.stop_token_ids) + len(params.steering.logit_bias)
-    return listed + sum(map(len, params.stop_strings)) <= _SMALL
+    return listed + sum(map(len, params.stop_strings)) > _SMALL
 
 
 def _extra(job: SampleJob, plan: ScorePlan | None) -> dict[str, Any] | None:

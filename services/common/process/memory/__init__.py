@@ -1,4 +1,5 @@
-"""What becomes of memory that nobody uses: the interpreter's garbage, and what the C allocator got back.
+"""What a process keeps of its memory: of results that may be asked for again, and of what nobody uses, the
+interpreter's garbage and what the C allocator got back.
 
 Invariant: a process decides for itself alone.
 
