@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.trainer.order.microbatch import deal, split_operation
+from services.trainer.order.microbatch import deal, deals_on, split_operation
 from services.trainer.order.scheduler import Cursor, Limits, NextPass, QueuedOp, plan_next
 
 
@@ -23,6 +23,8 @@ def loads(tenants: Sequence[Sequence[int]], ranks: int, micro_batch: int) -> lis
         units = split_operation(data, micro_batch, shared=True, ranks=ranks)
         queues[str(number)] = [QueuedOp(1, tuple(units))]
     computed = [0] * ranks
+    dealt: dict[str, list[int]] = {}
+    """What ranks were dealt of the models that go on where their last pass ended."""
     cursor = Cursor()
     while True:
         decision, cursor = plan_next(queues, Limits(ranks, micro_batch), cursor)
@@ -37,7 +39,7 @@ def loads(tenants: Sequence[Sequence[int]], ranks: int, micro_batch: int) -> lis
                 assert op.units is not None
                 op.next_unit = max(op.next_unit, ref.unit + 1)
                 sizes[-1] += op.units[ref.unit].tokens
-        # A model that is alone goes on where its last pass ended, others begin anew.
-        deal(sizes, computed if len(tenants) == 1 else (mine := [0] * ranks))
-        if len(tenants) > 1:
-            computed = [whole + part for whole, part in zip(computed, mine, strict=True)]
+        alone = deals_on({ref.model_id for batch in decision.micro_batches for ref in batch}, trains=True)
+        own = [0] * ranks if alone is None else dealt.setdefault(alone, [0] * ranks)
+        for rank, batches in enumerate(deal(sizes, own)):
+            computed[rank] += sum(sizes[batch] for batch in batches)

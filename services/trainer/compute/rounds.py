@@ -49,7 +49,7 @@ from services.trainer.compute.memory.room import room_within
 from services.trainer.compute.split.exchange import joined
 from services.trainer.compute.split.share import Share
 from services.trainer.compute.tenant import LoraTenant
-from services.trainer.order.microbatch import deal
+from services.trainer.order.microbatch import deal, deals_on
 
 logger = logging.getLogger(__name__)
 
@@ -320,9 +320,8 @@ class Rounds:
         self, work: Pass, parts: Sequence[Sequence[Row]], sizes: list[int], grad: bool
     ) -> list[list[int]]:
         """Which batches each rank computes. Of a model alone in the pass each is of one operation."""
-        models = {op.model_id for op in work.ops} & self._tenants.keys()
-        tenant = self._tenants[models.pop()] if len(models) == 1 else None
-        if not grad or not isinstance(tenant, LoraTenant):
+        alone = deals_on({op.model_id for op in work.ops} & self._tenants.keys(), trains=grad)
+        if alone is None or not isinstance(tenant := self._tenants[alone], LoraTenant):
             return deal(sizes, [0] * self._world_size)
         return tenant.deal(sizes, [work.ops[rows[0].op].seq_id for rows in parts], self._world_size)
 

@@ -8,7 +8,7 @@ trainer had, or has, a smaller budget than the journal.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -193,6 +193,18 @@ def _missing(tree: PrefixTree, piece: int, met: Sequence[int], unit: int) -> lis
         missing.append(piece)
         piece = tree.pieces[piece].parent
     return missing
+
+
+def deals_on(models: Collection[str], *, trains: bool) -> str | None:
+    """The model whose ranks go on where its last pass ended, None: all batches are dealt anew. Pure.
+
+    One that trains alone does, so that small passes of it load all ranks; the rank of each batch still
+    depends on its own operations only. What only runs forward adds to no gradient, so any rank will do.
+
+    Args:
+        models: those of the pass.
+    """
+    return next(iter(models)) if trains and len(models) == 1 else None
 
 
 def deal(tokens: Sequence[int], loads: list[int]) -> list[list[int]]:

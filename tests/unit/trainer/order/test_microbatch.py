@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from services.trainer.order.microbatch import SENT, Unit, deal, split_operation
+from services.trainer.order.microbatch import SENT, Unit, deal, deals_on, split_operation
 from services.trainer.order.prefixes import BLOCK, shared_tree
 
 
@@ -115,6 +115,13 @@ def test_a_unit_has_a_bound_however_much_its_datums_share() -> None:
     units = split_operation(equal, 100, shared=True)
     assert {(len(unit.datums), unit.tokens) for unit in units} == {(SENT * 100 // 16, 16)}
     assert sum(len(unit.datums) for unit in units) == 10_000
+
+
+def test_only_a_model_that_trains_alone_goes_on_where_its_last_pass_ended() -> None:
+    assert deals_on({"a"}, trains=True) == "a"
+    assert deals_on({"a"}, trains=False) is None
+    assert deals_on({"a", "b"}, trains=True) is None
+    assert deals_on(set(), trains=True) is None
 
 
 def test_batches_go_to_the_rank_that_has_least_and_dealing_can_go_on_where_it_ended() -> None:
