@@ -124,7 +124,7 @@ def test_low_precision_is_computed_in_float32_and_rounded_once() -> None:
     assert torch.equal(found, exact.bfloat16())
 
 
-@pytest.mark.parametrize("model_type", FLAT.keys() - HYBRID)
+@pytest.mark.parametrize("model_type", sorted(FLAT.keys() - HYBRID))
 def test_sequences_of_a_tree_are_computed_as_if_each_were_alone(model_type: str) -> None:
     register()
     config = config_of(model_type, FLAT[model_type])
