@@ -78,7 +78,7 @@ def test_no_source_unpickles() -> None:
 
 def test_the_engine_is_told_to_load_safetensors_alone() -> None:
     """Read, not run: importing vLLM takes longer than every other test here."""
-    settings = ast.parse((ROOT / "services" / "sampler" / "engine" / "settings.py").read_text())
+    settings = ast.parse((ROOT / "services" / "sampler" / "engine" / "settings" / "arguments.py").read_text())
     given = {
         key.value: ast.unparse(value)
         for node in ast.walk(settings)
