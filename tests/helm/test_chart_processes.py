@@ -182,6 +182,14 @@ def test_the_sampler_understands_its_command_line_and_advertises_the_address_of_
     assert pod(sampler)["terminationGracePeriodSeconds"] == 90
 
 
+def test_a_sampler_compiles_its_model_unless_the_chart_is_told_otherwise() -> None:
+    for value, word in ((False, "no"), (True, "yes")):
+        (sampler,) = workloads(render({"sampler": {"enforceEager": value}}), "sampler")
+        assert f"--enforce-eager={word}" in container(sampler)["args"]
+    (usual,) = workloads(render({}), "sampler")
+    assert "--enforce-eager=no" in container(usual)["args"]
+
+
 def split(words: list[str]) -> tuple[list[str], list[str]]:
     """What stands before and after the first `--`."""
     at = words.index("--")
