@@ -51,9 +51,11 @@ def attention(device: str, window: int | None) -> None:
 
 
 def trees(device: str, directory: Path) -> None:
-    """FlashAttention, called for the pieces of a tree, comes to attention over it. A CPU has none."""
+    """FlashAttention, called for the pieces of a tree, comes to attention over it, through windows too. A CPU
+    has none."""
     del directory
     assert works(device, FlashAttention()) == (device == "cuda")
+    assert works(device, FlashAttention(), windows=True) == (device == "cuda")
 
 
 def grouped(device: str, count: int, rank: int) -> None:

@@ -24,8 +24,8 @@ def attended(device: str, directory: Path) -> None:
     """FlashAttention is right with sinks, in a tiny model's shape and in GPT-OSS's, and in trees."""
     del directory
     on_cuda = device == "cuda"
-    assert works(device, FlashAttention(), sinks=True) == on_cuda
     for shape in ((4, 2, 64), (64, 8, 64)):
+        assert works(device, FlashAttention(), *shape, sinks=True, windows=True) == on_cuda
         assert works_with_sinks(device, FlashAttention(), *shape) == on_cuda
 
 

@@ -24,9 +24,11 @@ from torch.nn.attention.varlen import varlen_attn
 
 from services.trainer.compute.memory.transfer import on_device
 from services.trainer.compute.prefix.attention import Rules, attend_tree
-from services.trainer.compute.prefix.flash import Level, Run, attend_pieces, levels_of
-from services.trainer.compute.prefix.layout import Layout, TreeRun
-from services.trainer.compute.recurrent.chunks import Chunks
+from services.trainer.compute.prefix.calls import Call, levels_of, of_itself, within
+from services.trainer.compute.prefix.flash import attend_pieces
+from services.trainer.compute.prefix.layout import Layout, TreeRun, Trees
+from services.trainer.compute.recurrent.chunks import Levels
+from services.trainer.compute.recurrent.convolution import Reach
 from services.trainer.compute.recurrent.layers import begins_anew
 from services.trainer.compute.split.asked import Asked
 from services.trainer.compute.split.exchange import Exchange
@@ -57,7 +59,7 @@ class Sequences:
         offsets: int32 [lengths + 1], where each begins, and the end.
         positions: int64 [1, T], each token's place in its own sequence.
         trees: those of `Layout`: pieces that see others. Any other piece is a sequence.
-        levels: the pieces that others continue; none on a CPU, which does not ask.
+        levels: the calls in which pieces that others continue are met; none on a CPU, which does not ask.
         longest: tokens of the longest sequence, as far as `laid_out` knows.
         split: the batch is this rank's part of one sequence.
         asked: each layer notes here what it asks for.
@@ -66,8 +68,8 @@ class Sequences:
     lengths: tuple[int, ...]
     offsets: Tensor
     positions: Tensor
-    trees: tuple[tuple[int, TreeRun], ...] = ()
-    levels: tuple[Level, ...] = ()
+    trees: Trees = ()
+    levels: tuple[Call, ...] = ()
     longest: int = 0
     split: Split | None = None
     asked: list[Asked] | None = None
@@ -100,9 +102,33 @@ class Sequences:
         return replace(own, positions=positions, split=Split(exchange, whole))
 
     @cached_property
-    def chunks(self) -> Chunks:
+    def chunks(self) -> Levels:
         """How a recurrence goes through them, made for the first layer that asks."""
-        return Chunks.of(self.lengths, str(self.offsets.device))
+        return Levels.of(self.lengths, self.trees, str(self.offsets.device))
+
+    def reach(self, back: int) -> Reach:
+        """What a convolution runs over that reaches so many tokens back, made for the first that asks."""
+        if back not in self._reaches:
+            self._reaches[back] = Reach.of(back, self.lengths, self.trees, str(self.offsets.device))
+        return self._reaches[back]
+
+    @cached_property
+    def _reaches(self) -> dict[int, Reach]:
+        return {}
+
+    def calls(self, window: int | None) -> tuple[Call, ...]:
+        """Those of a kernel, made for the first layer that asks with this window (see `window_of`)."""
+        if window not in self._calls:
+            if window is None or not self.trees:
+                own = of_itself(self.offsets, max(self.lengths))
+                self._calls[window] = (own, *self.levels)
+            else:
+                self._calls[window] = within(window, self.lengths, self.trees, str(self.offsets.device))
+        return self._calls[window]
+
+    @cached_property
+    def _calls(self) -> dict[int | None, tuple[Call, ...]]:
+        return {}
 
     def runs(self) -> Iterator[tuple[int, int] | TreeRun]:
         """What is computed at once, in order: neighbours of equal length (length, how many), or a tree."""
@@ -212,10 +238,8 @@ def attend(
         return sequences.split.exchange.attend(within, query, key, value), None
     if kernel and plain and not sequences.trees:
         return _fused(query, key, value, window, sequences, scaling), None
-    if kernel and not sequences.trees:
+    if kernel and (sequences.levels or not sequences.trees):
         return _pieces(query, key, value, window, sequences, scaling, sinks), None
-    if kernel and sequences.levels and (window is None or window >= sequences.longest):
-        return _pieces(query, key, value, None, sequences, scaling, sinks), None
     runs = list(sequences.runs())
     sizes = [run.tokens if isinstance(run, TreeRun) else run[0] * run[1] for run in runs]
     split = (tensor.split(sizes, dim=2) for tensor in (query, key, value))
@@ -287,10 +311,11 @@ def _pieces(
     scaling: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    own = Run(sequences.offsets, max(sequences.lengths))
+    if sequences.trees and window is not None and window >= sequences.longest:
+        window = None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return attend_pieces(q, k, v, own, sequences.levels, scale, window=window, sinks=sinks)[None]
+    return attend_pieces(q, k, v, sequences.calls(window), scale, window=window, sinks=sinks)[None]
 
 
 def _tree(

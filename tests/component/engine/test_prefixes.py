@@ -32,6 +32,7 @@ from tests.component.engine.data import (
 )
 from tests.component.engine.engines import engine_of
 from tests.component.engine.reference import ReferenceModel, values
+from tests.unit.trainer.compute.architectures import HYBRID, config_of, random_model
 
 pytestmark = pytest.mark.heavy
 
@@ -268,3 +269,19 @@ def test_a_full_model_shares_prefixes_too(
     norm = reference.step(rows, "cross_entropy", adam)
     assert engine.optim_step("full", adam)["grad_norm"] == pytest.approx(norm, rel=1e-4)
     reference.assert_same_adapter(engine.state("full", optimizer=False).adapter)
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("name", HYBRID)
+def test_what_a_state_goes_on_from_is_computed_once_too(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {**HYBRID[name], "vocab_size": VOCAB, "max_position_embeddings": 128}
+    random_model(config_of(name, settings), "eager").save_pretrained(tmp_path)
+    engine = engine_of(tmp_path)
+    assert engine.shares_prefixes
+    work_of = everything()
+    found, expected = outcome(engine, *work_of), apart(engine, monkeypatch, *work_of)
+    assert_same(found, expected)
+    checkpointed = outcome(engine_of(tmp_path, activation_checkpointing=True), *work_of)
+    assert_same(checkpointed, expected)

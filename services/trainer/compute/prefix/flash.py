@@ -1,57 +1,25 @@
 """Attention over a flat batch with trees of pieces, or with sinks, by FlashAttention.
 
-Every piece meets itself in one call for all of them; then the tokens below pieces that others continue meet
-those pieces, in a call for all pieces that have as many above them. What the calls come to is merged by the
-logarithms of the sums of their exponentials, and the backward pass of each is given what was merged: what it
-finds then is its part of the gradient, as between the blocks of ring attention (Liu et al. 2023).
+What its calls come to (calls.py) is merged by the logarithms of the sums of their exponentials, and the
+backward pass of each is given what was merged: what it finds then is its part of the gradient, as between the
+blocks of ring attention (Liu et al. 2023).
 
 A sink is a score of a head that each token meets and that has no value (gpt-oss model card, OpenAI 2025). It
 is merged as a call would be that came to nothing, with the sink as its sum.
 
-Invariant: a token meets each one that it sees in one call, and no other token in any. Calls are merged in
-float32, in the same order every time.
+Invariant: calls are merged in float32, in the same order every time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from services.trainer.compute.memory.transfer import on_device
-from services.trainer.compute.prefix.layout import TreeRun
-
-
-class Run(NamedTuple):
-    """Sequences end to end.
-
-    Attributes:
-        offsets: int32 [sequences + 1], where each begins, and the end; on the device.
-        longest: tokens.
-    """
-
-    offsets: Tensor
-    longest: int
-
-
-@dataclass(frozen=True)
-class Level:
-    """Pieces that others continue, of which none is above another one, and what is below them.
-
-    Attributes:
-        below: the tokens that see them, in the flat batch, and `piece`: their own; int64, or a run of them.
-        queries, keys: the same as sequences, one of each for a piece.
-    """
-
-    below: Tensor | slice
-    piece: Tensor | slice
-    queries: Run
-    keys: Run
+from services.trainer.compute.prefix.calls import Call, Run
 
 
 class FlashAttention:
@@ -135,46 +103,11 @@ def _drawn(device: torch.device) -> Tensor:
     return torch.zeros(2, dtype=torch.uint64, device=device)
 
 
-def levels_of(lengths: Sequence[int], trees: Sequence[tuple[int, TreeRun]], device: str) -> tuple[Level, ...]:
-    """The pieces of a flat batch that others continue, by how many are above them; as of `Layout`."""
-    starts = list(accumulate(lengths, initial=0))
-    levels: list[list[tuple[int, int, int]]] = []
-    for first, tree in trees:
-        above: list[int] = []
-        for start, stop, end in (tuple(starts[first] + place for place in seen) for seen in tree.seen):
-            while above and above[-1] <= start:
-                above.pop()
-            levels += [[]] if len(above) == len(levels) else []
-            levels[len(above)].append((start, stop, end))
-            above.append(end)
-    return tuple(_level(places, device) for places in levels)
-
-
-def _level(places: Sequence[tuple[int, int, int]], device: str) -> Level:
-    below = [(stop, end) for _, stop, end in places]
-    piece = [(start, stop) for start, stop, _ in places]
-    return Level(_tokens(below, device), _tokens(piece, device), _run(below, device), _run(piece, device))
-
-
-def _tokens(runs: Sequence[tuple[int, int]], device: str) -> Tensor | slice:
-    """Those of runs. Of one alone nothing has to be gathered."""
-    if len(runs) == 1:
-        return slice(*runs[0])
-    return on_device(torch.cat([torch.arange(*run) for run in runs]), device)
-
-
-def _run(runs: Sequence[tuple[int, int]], device: str) -> Run:
-    sizes = [stop - start for start, stop in runs]
-    offsets = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
-    return Run(on_device(offsets, device), max(sizes))
-
-
 def attend_pieces(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    own: Run,
-    levels: Sequence[Level],
+    calls: Sequence[Call],
     scale: float,
     kernel: FlashAttention | None = None,
     *,
@@ -185,29 +118,28 @@ def attend_pieces(
 
     Args:
         query: [T, heads, size]; `key` and `value`: [T, key heads, size].
-        own: all pieces.
+        calls: that make it up, those in which tokens meet others up to themselves first: `calls.of_itself`
+            and `calls.levels_of`, or with a window `calls.within` it.
         kernel: what computes calls; None: torch's.
-        window: tokens of its own piece that each sees, itself included; None: all before it.
+        window: tokens that each sees, itself included; None: all before it.
         sinks: [heads], a score of each head that takes part and has no value.
 
     Returns:
         [T, heads, size].
 
     Raises:
-        ValueError: there is a window, and pieces above others: a call has one window for all of its queries,
-            which are as far from what is above them as each is.
+        ValueError: there is a window, and a call in which it would not hold.
     """
-    if window is not None and levels:
-        raise ValueError("a window does not go beyond a piece")
-    rules = _Rules(own, tuple(levels), scale, window, kernel or FlashAttention())
+    if window is not None and not all(call.causal for call in calls):
+        raise ValueError("pieces are not met as a whole through a window")
+    rules = _Rules(tuple(calls), scale, window, kernel or FlashAttention())
     return cast(Tensor, _Attention.apply(query, key, value, sinks, rules))
 
 
 class _Rules(NamedTuple):
     """As of `attend_pieces`."""
 
-    own: Run
-    levels: tuple[Level, ...]
+    calls: tuple[Call, ...]
     scale: float
     window: int | None
     kernel: FlashAttention
@@ -218,21 +150,24 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, rules: _Rules
     ) -> Tensor:
-        own, levels, scale, window, kernel = rules
-        output, sums = kernel.forward(query, key, value, (own, own), True, scale, window)
+        def made(call: Call) -> tuple[Tensor, Tensor]:
+            given = query[call.asking], key[call.met], value[call.met]
+            return rules.kernel.forward(*given, call.runs, call.causal, rules.scale, rules.window)
+
+        levels = [call for call in rules.calls if not call.causal]
+        output, sums = _joined([made(call) for call in rules.calls if call.causal])
         # What gets one factor and no part beside needs no copy in float32.
         merged = output.float() if levels else output
         if sinks is not None:
             after = torch.logaddexp(sums, sinks.float()[:, None])
             merged.mul_(_shares(sums, after))
             sums = after
-        for level in levels:
-            below, piece, runs = level.below, level.piece, (level.queries, level.keys)
-            made, found = kernel.forward(query[below], key[piece], value[piece], runs, False, scale)
-            before = sums[:, below]
+        for call in levels:
+            part, found = made(call)
+            before = sums[:, call.asking]
             after = torch.logaddexp(before, found)
-            merged[below] = merged[below] * _shares(before, after) + made * _shares(found, after)
-            sums[:, below] = after
+            merged[call.asking] = merged[call.asking] * _shares(before, after) + part * _shares(found, after)
+            sums[:, call.asking] = after
         output = merged.to(output.dtype)
         ctx.save_for_backward(query, key, value, sinks, output, sums)
         ctx.rules = rules
@@ -241,24 +176,47 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, output, sums = ctx.saved_tensors
-        own, levels, scale, window, kernel = ctx.rules
-        above = grads[0].contiguous()
-        found = kernel.backward(above, (query, key, value), (output, sums), (own, own), True, scale, window)
-        dquery, dkey, dvalue = (each.float() for each in found) if levels else found
-        for level in levels:
-            below, piece, runs = level.below, level.piece, (level.queries, level.keys)
-            given = query[below], key[piece], value[piece]
-            made = output[below], sums[:, below].contiguous()
-            found = kernel.backward(above[below], given, made, runs, False, scale)
-            dquery[below] += found[0]
-            dkey[piece] += found[1]
-            dvalue[piece] += found[2]
+        rules, above = ctx.rules, grads[0].contiguous()
+
+        def found(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+            given = query[call.asking], key[call.met], value[call.met]
+            made = output[call.asking], sums[:, call.asking].contiguous()
+            how = call.runs, call.causal, rules.scale, rules.window
+            return rules.kernel.backward(above[call.asking], given, made, *how)
+
+        if len(rules.calls) == 1 and isinstance(rules.calls[0].met, slice):
+            dquery, dkey, dvalue = found(rules.calls[0])
+        else:
+            dquery, dkey, dvalue = (
+                torch.zeros_like(each, dtype=torch.float32) for each in (query, key, value)
+            )
+            for call in rules.calls:
+                parts = found(call)
+                _add(dquery, call.asking, parts[0])
+                _add(dkey, call.met, parts[1])
+                _add(dvalue, call.met, parts[2])
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             # Of a softmax whose last value is nothing: minus its share of what the others come to.
             inner = (above.float() * output).sum(-1).T
             dsinks = -((sinks.float()[:, None] - sums).exp() * inner).sum(-1).to(sinks.dtype)
         return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), dsinks, None
+
+
+def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """What calls came to whose tokens follow one another."""
+    if len(parts) == 1:
+        return parts[0]
+    outputs, sums = zip(*parts, strict=True)
+    return torch.cat(outputs), torch.cat(sums, dim=1)
+
+
+def _add(total: Tensor, places: Tensor | slice, part: Tensor) -> None:
+    """Adds to places of a float32 sum, of which some may be there several times."""
+    if isinstance(places, slice):
+        total[places] += part
+    else:
+        total.index_put_((places,), part.float(), accumulate=True)
 
 
 def _shares(sums: Tensor, of: Tensor) -> Tensor:

@@ -6,8 +6,10 @@ a piece is one run of tokens, and a group's tokens are one run too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -20,17 +22,56 @@ class TreeRun:
 
     Attributes:
         lengths: tokens of each of its pieces.
-        seen: (start, stop, end) of each piece that others continue, counted from the tree's first token: the
-            tokens from `stop` to `end` see those from `start` to `stop`.
+        above: of each piece the one that it continues; -1: none, as of the first.
     """
 
     lengths: tuple[int, ...]
-    seen: tuple[tuple[int, int, int], ...]
+    above: tuple[int, ...]
 
     @property
     def tokens(self) -> int:
         """Of all pieces."""
         return sum(self.lengths)
+
+    @cached_property
+    def seen(self) -> tuple[tuple[int, int, int], ...]:
+        """(start, stop, end) of each piece that others continue, counted from the tree's first token: the
+        tokens from `stop` to `end` see those from `start` to `stop`."""
+        starts = list(accumulate(self.lengths, initial=0))
+        ends = starts[1:]
+        for piece in range(len(ends) - 1, -1, -1):
+            if self.above[piece] >= 0:
+                ends[self.above[piece]] = max(ends[self.above[piece]], ends[piece])
+        places = zip(starts[:-1], starts[1:], ends, strict=True)
+        return tuple((start, stop, end) for start, stop, end in places if end > stop)
+
+
+Place = tuple[int, int]
+"""The first token of a run, and the one after its last."""
+Trees = Sequence[tuple[int, TreeRun]]
+"""Of trees of several pieces in a flat batch where each starts, as a number of pieces, and what it is."""
+
+
+def parents(pieces: int, trees: Trees) -> list[int]:
+    """Of each piece of a flat batch the one that it continues; -1: none."""
+    found = [-1] * pieces
+    for first, tree in trees:
+        found[first : first + len(tree.above)] = [above + first if above >= 0 else -1 for above in tree.above]
+    return found
+
+
+def tails(tokens: int, lengths: Sequence[int], trees: Trees) -> list[list[Place]]:
+    """Of each piece of a flat batch the last tokens above it, so many or all, in their order."""
+    above, starts = parents(len(lengths), trees), list(accumulate(lengths, initial=0))
+    found = []
+    for piece in above:
+        left, tail = tokens, list[Place]()
+        while piece >= 0 and left > 0:
+            tail.append((max(starts[piece], starts[piece + 1] - left), starts[piece + 1]))
+            left -= lengths[piece]
+            piece = above[piece]
+        found.append(tail[::-1])
+    return found
 
 
 @dataclass(frozen=True)
@@ -41,7 +82,7 @@ class Layout:
         tokens: int64 [T].
         positions: int64 [T], each token's place in its sequences.
         lengths: tokens of each piece.
-        trees: where a tree of several pieces starts, as a number of pieces, and what it is; in order.
+        trees: those of several pieces.
         places: of each sequence where its tokens are, int64.
         groups: tokens of each group.
     """
@@ -49,7 +90,7 @@ class Layout:
     tokens: np.ndarray
     positions: np.ndarray
     lengths: tuple[int, ...]
-    trees: tuple[tuple[int, TreeRun], ...]
+    trees: Trees
     places: tuple[np.ndarray, ...]
     groups: tuple[int, ...]
 
@@ -73,7 +114,7 @@ def lay_out(groups: Sequence[tuple[Sequence[bytes], PrefixTree]]) -> Layout:
             tokens.append(read.astype(np.int64))
             positions.append(np.arange(piece.start, piece.stop))
             offsets.append(offsets[-1] + piece.tokens)
-        trees += [(len(tokens) - len(tree.pieces) + first, run) for first, run in _runs(tree, offsets)]
+        trees += [(len(tokens) - len(tree.pieces) + first, run) for first, run in _runs(tree)]
         places += [_places(tree, last, offsets, base) for last in tree.last]
         sizes.append(offsets[-1])
         base += offsets[-1]
@@ -87,27 +128,14 @@ def lay_out(groups: Sequence[tuple[Sequence[bytes], PrefixTree]]) -> Layout:
     )
 
 
-def _runs(tree: PrefixTree, offsets: Sequence[int]) -> list[tuple[int, TreeRun]]:
+def _runs(tree: PrefixTree) -> Iterator[tuple[int, TreeRun]]:
     """The trees of more than one piece, and with which piece each starts."""
-    ends = list(offsets[1:])
-    for number in range(len(tree.pieces) - 1, -1, -1):
-        parent = tree.pieces[number].parent
-        if parent >= 0:
-            ends[parent] = max(ends[parent], ends[number])
     roots = [number for number, piece in enumerate(tree.pieces) if piece.parent < 0]
-    runs = []
-    for first, after in zip(roots, [*roots[1:], len(tree.pieces)], strict=True):
-        if after - first == 1:
-            continue
-        begin = offsets[first]
-        seen = tuple(
-            (offsets[number] - begin, offsets[number + 1] - begin, ends[number] - begin)
-            for number in range(first, after)
-            if ends[number] > offsets[number + 1]
-        )
-        lengths = tuple(piece.tokens for piece in tree.pieces[first:after])
-        runs.append((first, TreeRun(lengths, seen)))
-    return runs
+    for first, after in pairwise([*roots, len(tree.pieces)]):
+        if after - first > 1:
+            pieces = tree.pieces[first:after]
+            above = (-1, *(piece.parent - first for piece in pieces[1:]))
+            yield first, TreeRun(tuple(piece.tokens for piece in pieces), above)
 
 
 def _places(tree: PrefixTree, last: int, offsets: Sequence[int], base: int) -> np.ndarray:

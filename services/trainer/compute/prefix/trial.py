@@ -7,7 +7,7 @@ Invariant: all ranks come to the same answer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -17,19 +17,17 @@ from torch import Tensor
 
 from services.trainer.compute.exchange import least
 from services.trainer.compute.prefix.attention import Rules, attend_tree
-from services.trainer.compute.prefix.flash import FlashAttention, Run, attend_pieces, levels_of
+from services.trainer.compute.prefix.calls import MOST_KEYS, levels_of, of_itself, within
+from services.trainer.compute.prefix.flash import FlashAttention, attend_pieces
 from services.trainer.compute.prefix.layout import TreeRun
 from services.trainer.compute.split.asked import Asked
 
 log = logging.getLogger(__name__)
 
-Tree = tuple[TreeRun, tuple[int, ...]]
-"""A tree, and of each of its pieces the one that it continues; -1: none."""
-
-_NESTED = TreeRun((200, 70, 33, 1, 17), ((0, 200, 321), (200, 270, 304))), (-1, 0, 1, 1, 0)
-"""Three pieces above one another, of more tokens than a kernel's block; and of each the one it continues."""
-_ONE = TreeRun((700, 1), ((0, 700, 701),)), (-1, 0)
-_OTHER = TreeRun((9, 1), ((0, 9, 10),)), (-1, 0)
+_NESTED = TreeRun((200, 70, 33, 1, 17), (-1, 0, 1, 1, 0))
+"""Three pieces above one another, of more tokens than a kernel's block."""
+_ONE = TreeRun((700, 1), (-1, 0))
+_OTHER = TreeRun((9, 1), (-1, 0))
 """Pieces that one token continues, for which kernels have a way of their own where there are no others; and
 the keys of the first are so many that they are divided and put together again."""
 _ERROR = 2e-2
@@ -39,21 +37,28 @@ _SINKS = 5.0
 nothing can be right without."""
 
 
-def _alone(*lengths: int) -> tuple[Tree, ...]:
+def _alone(*lengths: int) -> tuple[TreeRun, ...]:
     """Sequences that share nothing."""
-    return tuple((TreeRun((length,), ()), (-1,)) for length in lengths)
+    return tuple(TreeRun((length,), (-1,)) for length in lengths)
 
 
 @dataclass(frozen=True)
 class _Case:
     """What is attended to."""
 
-    trees: tuple[Tree, ...]
+    trees: tuple[TreeRun, ...]
     window: int | None = None
     sinks: bool = False
+    most_keys: int = MOST_KEYS
 
 
 _TREES = _Case((_NESTED, _ONE, *_alone(30))), _Case((_ONE, _OTHER, *_alone(30)))
+# A window that is no multiple of a kernel's block, and shorter than pieces and than what is above others; and
+# one that almost all is seen through, by a token that has a call of its own.
+_THROUGH_WINDOWS = (
+    _Case((_NESTED, _ONE, *_alone(30)), 100),
+    _Case((_ONE, _OTHER, *_alone(30)), 700, most_keys=600),
+)
 # A window that is no multiple of a kernel's block; and single tokens, for which kernels may have another way.
 _WITH_SINKS = (
     _Case(_alone(200, 700, 1, 30), sinks=True),
@@ -67,21 +72,25 @@ def attends_to_trees(asked: Sequence[Asked], context_length: int, device: str) -
 
     Args:
         asked: of each layer; none of an architecture that computes one sequence at a time.
-        context_length: most tokens of a sequence, which a window may not be shorter than.
+        context_length: most tokens of a sequence; a window that is no shorter is none.
     """
     if not asked:
         log.info("prefixes are not shared, as this architecture computes one sequence at a time")
         return False
-    if any(layer.recurrent for layer in asked):
-        log.info("prefixes are not shared, as this architecture carries a state from token to token")
+    if any(layer.recurrent and layer.kernel for layer in asked):
+        log.info("prefixes are not shared, as a kernel of linear attention computes here that knows none")
         return False
     if device == "cpu":
         return True
-    if not all(layer.kernel and layer.within(context_length).window is None for layer in asked):
+    asked = [layer for layer in asked if not layer.recurrent]
+    if not all(layer.kernel for layer in asked):
         log.info("prefixes are not shared, as no kernel of this device does all that a layer asks for")
         return False
-    shapes = {(layer.sinks, layer.shape) for layer in asked}
-    mine = all(works(device, FlashAttention(), *shape, sinks=sinks) for sinks, shape in sorted(shapes))
+    kinds = {(layer.shape, layer.sinks, layer.within(context_length).window is not None) for layer in asked}
+    mine = all(
+        works(device, FlashAttention(), *shape, sinks=sinks, windows=windows)
+        for shape, sinks, windows in sorted(kinds)
+    )
     return bool(least([int(mine)], device)[0])
 
 
@@ -93,14 +102,16 @@ def works(
     size: int = 64,
     *,
     sinks: bool = False,
+    windows: bool = False,
 ) -> bool:
     """Whether a kernel comes to plain attention, forward and backward, where calls of it are merged.
 
     Args:
         heads, key_heads, size: of what is attended to.
         sinks: there are some.
+        windows: through some, too. Those that no sequence of a batch is longer than are none.
     """
-    cases = [replace(case, sinks=sinks) for case in _TREES]
+    cases = [replace(case, sinks=sinks) for case in (*_TREES, *(_THROUGH_WINDOWS if windows else ()))]
     why = _wrong(device, kernel, (heads, key_heads, size), cases)
     if why:
         log.warning("prefixes are not shared, as attention over trees %s", why)
@@ -136,7 +147,7 @@ def _errors(device: str, kernel: FlashAttention, shape: tuple[int, int, int], ca
     """Those of what comes out and of the gradients, of their norms; and of what comes out of the tokens that
     continue a piece, which may be few among all."""
     heads, key_heads, size = shape
-    lengths = tuple(length for run, _ in case.trees for length in run.lengths)
+    lengths = tuple(length for run in case.trees for length in run.lengths)
     generator = torch.Generator().manual_seed(0)
     query, key, value, above = (
         torch.randn(sum(lengths), count, size, generator=generator).bfloat16()
@@ -146,20 +157,27 @@ def _errors(device: str, kernel: FlashAttention, shape: tuple[int, int, int], ca
     if case.sinks:
         given.append((_SINKS + torch.randn(heads, generator=generator)).bfloat16())
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    firsts = accumulate((len(run.lengths) for run, _ in case.trees), initial=0)
-    levels = levels_of(
-        lengths, [(first, run) for first, (run, _) in zip(firsts, case.trees, strict=False)], device
-    )
+    firsts = accumulate((len(run.lengths) for run in case.trees), initial=0)
+    trees = list(zip(firsts, case.trees, strict=False))
+    if case.window is None:
+        calls = of_itself(ends, max(lengths)), *levels_of(lengths, trees, device)
+    else:
+        calls = within(case.window, lengths, trees, device, case.most_keys)
 
     def merged(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-        own, scale = Run(ends, max(lengths)), size**-0.5
-        return attend_pieces(query, key, value, own, levels, scale, kernel, window=case.window, sinks=sinks)
+        return attend_pieces(query, key, value, calls, size**-0.5, kernel, window=case.window, sinks=sinks)
 
     on_device = _with_gradients(merged, [each.to(device) for each in given], above.to(device))
     found = [each.float().cpu() for each in on_device]
     expected = _with_gradients(partial(_plain, case), [each.float() for each in given], above.float())
     pairs = list(zip(found, expected, strict=True))
-    below = torch.cat([torch.full((length,), above >= 0) for length, above in _parents(case.trees)])
+    below = torch.cat(
+        [
+            torch.full((length,), above >= 0)
+            for run in case.trees
+            for length, above in zip(run.lengths, run.above, strict=True)
+        ]
+    )
     if below.any():
         pairs.append((found[0][below], expected[0][below]))
     return [float((one - other).norm() / other.norm()) for one, other in pairs]
@@ -175,26 +193,20 @@ def _with_gradients(attend: Callable[..., Tensor], given: Sequence[Tensor], abov
 def _plain(case: _Case, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
     """The same on a CPU, in float32."""
     rules = Rules(query.shape[-1] ** -0.5, case.window)
-    sizes = [run.tokens for run, _ in case.trees]
+    sizes = [run.tokens for run in case.trees]
     parts = [each.transpose(0, 1).split(sizes, dim=1) for each in (query, key, value)]
     made = [
-        attend_tree(q, k, v, _positions(run, above), run, rules, sinks)
-        for (run, above), q, k, v in zip(case.trees, *parts, strict=True)
+        attend_tree(q, k, v, _positions(run), run, rules, sinks)
+        for run, q, k, v in zip(case.trees, *parts, strict=True)
     ]
     return torch.cat(made, dim=1).transpose(0, 1)
 
 
-def _parents(trees: Sequence[Tree]) -> Iterator[tuple[int, int]]:
-    """Of each piece of trees its tokens, and the piece that it continues."""
-    for run, above in trees:
-        yield from zip(run.lengths, above, strict=True)
-
-
-def _positions(run: TreeRun, above: Sequence[int]) -> Tensor:
+def _positions(run: TreeRun) -> Tensor:
     """Each token's place in its sequence: int64 [tokens]."""
     ends: list[int] = []
     places = []
-    for length, parent in zip(run.lengths, above, strict=True):
+    for length, parent in zip(run.lengths, run.above, strict=True):
         start = 0 if parent < 0 else ends[parent]
         ends.append(start + length)
         places.append(torch.arange(start, start + length))

@@ -9,24 +9,28 @@ with decays a_t = exp(g_t) and rates b_t. What happens within a chunk is a trian
 et al. 2024, arXiv 2406.06484, section 3; with decays section 3.3 of the former), which is solved for all
 chunks at once; then it goes from chunk to chunk, all sequences together that have one more.
 
-Invariant: the state of each sequence begins as zero, and no other sequence's is ever in it.
+Of sequences that begin alike that is computed once, and its state at its end is the one that what follows in
+each of them begins with.
+
+Invariant: the state of each sequence begins as zero, and no token of another sequence is ever in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from services.trainer.compute.recurrent.chunks import Chunks
+from services.trainer.compute.recurrent.chunks import Begins, Chunks, Level, Levels
 
 _NORM_EPSILON = 1e-6
 
 
 def gated_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, chunks: Chunks, *, normed: bool
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, levels: Levels, *, normed: bool
 ) -> Tensor:
     """What the tokens of each sequence read. Differentiable, and computed in float32.
 
@@ -35,55 +39,82 @@ def gated_delta_rule(
         value: [T, heads, value size].
         decay: [T, heads], the logarithm of what each token leaves of the state: 0 or less.
         rate: [T, heads], how much of what its key stands for each token corrects.
-        chunks: how the tokens are cut.
+        levels: the pieces of the flat batch, and how they are cut.
         normed: queries and keys are brought to length 1 first.
 
     Returns:
         [T, heads, value size], in the element type of `query`.
     """
-    given, size, scale = query.dtype, chunks.size, query.shape[-1] ** -0.5
+    given, scale = query.dtype, query.shape[-1] ** -0.5
     query, key, value, decay, rate = (each.float() for each in (query, key, value, decay, rate))
     if normed:
         query, key = _normed(query), _normed(key)
     query = query * scale
-    # [chunks, heads, size, ...] from here on; what fills up a chunk has keys, values and rates of zero.
-    query, key, value = (chunks.cut(each) for each in (query, key, value))
-    decayed = chunks.cut(decay).cumsum(-1)
-    rate = chunks.cut(rate)[..., None]
-    later = torch.ones(size, size, dtype=torch.bool, device=query.device).triu(1)
-    # Masked before, as exp of what comes later would overflow.
-    between = (decayed[..., :, None] - decayed[..., None, :]).masked_fill(later, -torch.inf).exp()
-    since, until = decayed.exp()[..., None], (decayed[..., -1:] - decayed).exp()[..., None]
-    weighted = key * rate
-    system = weighted @ key.mT * between
-    scores = query @ key.mT * between
-    written = _solved(system, value * rate)
-    # The first chunks find a state of zero, which they need not read.
-    first = chunks.counts[0]
-    steps = _Steps(
-        scores=scores.split(chunks.counts),
-        written=written.split(chunks.counts),
-        read=_solved(system[first:], (weighted * since)[first:]).split(chunks.counts[1:]),
-        query=(query * since)[first:].split(chunks.counts[1:]),
-        key=(key * until).mT.split(chunks.counts),
-        left=since[..., -1:, :].split(chunks.counts),
-    )
-    return chunks.joined(torch.cat(list(steps.outputs()))).to(given)
+    read: list[Tensor] = []
+    states: Tensor | None = None
+    for level in levels.levels:
+        own = (each[level.tokens] for each in (query, key, value, decay, rate))
+        begun = None if states is None or level.begins is None else _Begun(states, level.begins)
+        made, states = _Steps.of(level, *own).through(begun)
+        read.append(made)
+    return (read[0] if levels.places is None else torch.cat(read).index_select(0, levels.places)).to(given)
+
+
+class _Found(Protocol):
+    """The states that the chunks of a step find."""
+
+    def read_by(self, queries: Tensor) -> Tensor:
+        """[chunks, heads, size, value size], by queries [chunks, heads, size, key size]."""
+
+    def first(self, count: int) -> Tensor:
+        """Those of the first chunks: [count, heads, key size, value size]."""
+
+
+class _Own(NamedTuple):
+    """Each chunk its own: [chunks, heads, key size, value size]."""
+
+    states: Tensor
+
+    def read_by(self, queries: Tensor) -> Tensor:
+        return queries @ self.states
+
+    def first(self, count: int) -> Tensor:
+        return self.states[:count]
+
+
+class _Begun(NamedTuple):
+    """Several the same, of which none gets a copy to read: it may be of more elements than what reads it."""
+
+    states: Tensor
+    begins: Begins
+
+    def read_by(self, queries: Tensor) -> Tensor:
+        parts = []
+        for chunks, state in zip(self.begins.groups, self.states, strict=True):
+            asking = queries.index_select(0, chunks).transpose(0, 1)
+            made = asking.flatten(1, 2) @ state
+            parts.append(made.unflatten(1, (len(chunks), -1)).transpose(0, 1))
+        return torch.cat(parts).index_select(0, self.begins.places)
+
+    def first(self, count: int) -> Tensor:
+        return self.states.index_select(0, self.begins.of[:count])
 
 
 @dataclass(frozen=True)
 class _Steps:
-    """What the chunks of each step are computed from, [chunks, heads, ...] of each step.
+    """What the chunks of each step of a level are computed from, [chunks, heads, ...] of each step.
 
     Attributes:
         scores: of each token by each before it in its chunk, and itself.
         written: what each corrects its key by, if the chunk finds a state of zero.
-        read: what each corrects less by, of what the state is. Not of the first step, as `query`.
+        read: what each corrects less by, of what the state is. Of none where all find a state of zero, as
+            `query`.
         query: each token's, for the state that the chunk finds.
         key: each token's, for the state that the chunk leaves, transposed.
         left: [..., 1, 1], of the state that a chunk finds, what it leaves.
     """
 
+    chunks: Chunks
     scores: Sequence[Tensor]
     written: Sequence[Tensor]
     read: Sequence[Tensor]
@@ -91,17 +122,59 @@ class _Steps:
     key: Sequence[Tensor]
     left: Sequence[Tensor]
 
-    def outputs(self) -> Iterator[Tensor]:
-        """What the tokens of each step's chunks read: [chunks, heads, size, value size]."""
-        yield self.scores[0] @ self.written[0]
-        state, written = None, self.written[0]
-        for step in range(1, len(self.written)):
-            # Those that have another chunk are the first of the step before.
-            count, last = len(self.written[step]), step - 1
-            added = self.key[last][:count] @ written[:count]
-            state = added if state is None else state[:count] * self.left[last][:count] + added
-            written = self.written[step] - self.read[last] @ state
-            yield self.query[last] @ state + self.scores[step] @ written
+    @classmethod
+    def of(
+        cls, level: Level, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor
+    ) -> _Steps:
+        """Of a level's tokens: queries, keys and so on, as they are used."""
+        chunks = level.chunks
+        # [chunks, heads, size, ...] from here on; what fills up a chunk has keys, values and rates of zero.
+        query, key, value = (chunks.cut(each) for each in (query, key, value))
+        decayed = chunks.cut(decay).cumsum(-1)
+        rate = chunks.cut(rate)[..., None]
+        later = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=query.device).triu(1)
+        # Masked before, as exp of what comes later would overflow.
+        between = (decayed[..., :, None] - decayed[..., None, :]).masked_fill(later, -torch.inf).exp()
+        since, until = decayed.exp()[..., None], (decayed[..., -1:] - decayed).exp()[..., None]
+        weighted = key * rate
+        system = weighted @ key.mT * between
+        scores = query @ key.mT * between
+        written = _solved(system, value * rate)
+        # The first chunks of the first level need not read a state of zero.
+        zero = chunks.counts[0] if level.begins is None else 0
+        reading = chunks.counts[0] - zero, *chunks.counts[1:]
+        return cls(
+            chunks,
+            scores=scores.split(chunks.counts),
+            written=written.split(chunks.counts),
+            read=_solved(system[zero:], (weighted * since)[zero:]).split(reading),
+            query=(query * since)[zero:].split(reading),
+            key=(key * until).mT.split(chunks.counts),
+            left=since[..., -1:, :].split(chunks.counts),
+        )
+
+    def through(self, found: _Found | None) -> tuple[Tensor, Tensor | None]:
+        """What the tokens read, [tokens, heads, value size], and the states that the level leaves, if any.
+
+        Args:
+            found: by the first chunks; None: states of zero.
+        """
+        read, left = [], []
+        for step, (going, leaving) in enumerate(self.chunks.steps):
+            written = self.written[step]
+            if found is None:
+                read.append(self.scores[step] @ written)
+            else:
+                written = written - found.read_by(self.read[step])
+                read.append(found.read_by(self.query[step]) + self.scores[step] @ written)
+            # Those that have another chunk are the first, then those that leave a state.
+            if count := going + leaving:
+                states = self.key[step][:count] @ written[:count]
+                if found is not None:
+                    states = found.first(count) * self.left[step][:count] + states
+                found = _Own(states[:going])
+                left.append(states[going:])
+        return self.chunks.joined(torch.cat(read)), torch.cat(left) if any(self.chunks.leave) else None
 
 
 def _normed(x: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 What connects tokens there are two functions of each architecture's module, a short convolution and the gated
 delta rule, which its layer looks up by name. The layers of one model are given others under these names; the
 module keeps its own. Where the library computes by a kernel that knows boundaries (`fla`, `causal_conv1d`,
-which it takes where they are installed), that one goes on to compute, and is told of them.
+which it takes where they are installed), that one goes on to compute, and is told of them, unless what
+sequences begin with alike is computed once: of that they know nothing.
 
 Invariant: they do that where nothing but the two connects a layer's tokens, which was seen by trying. Without
 `sequences` a layer is the library's own.
@@ -165,12 +166,12 @@ def _convolved(
     if sequences is None:
         return library(x, weight, bias, activation=activation, **options)
     _check(sequences)
-    if x.device.type != "cpu" and _takes(library, "seq_idx"):
+    if x.device.type != "cpu" and _takes(library, "seq_idx") and not sequences.trees:
         number = (sequences.positions == 0).cumsum(1, dtype=torch.int32) - 1
         return library(x, weight, bias, activation=activation, **{**options, "seq_idx": number})
     from transformers.activations import ACT2FN
 
-    made = causal_convolution(x, weight, bias, sequences.positions, len(sequences.lengths))
+    made = causal_convolution(x, weight, bias, sequences.reach(weight.shape[1] - 1))
     return (made if activation is None else ACT2FN[activation](made)).to(x.dtype)
 
 
@@ -199,11 +200,12 @@ def _ruled(
     _check(sequences)
     if initial_state is not None or output_final_state:
         raise RuntimeError("a flat batch was given a state")
+    kernel = query.device.type != "cpu" and _takes(library, "cu_seqlens")
     if sequences.asked is not None:
         heads = value.shape[2]
         elements = heads * 2 * (key.shape[3] + value.shape[3])
-        sequences.asked.append(Asked(heads, heads, elements, None, kernel=False, plain=False, recurrent=True))
-    if query.device.type != "cpu" and _takes(library, "cu_seqlens"):
+        sequences.asked.append(Asked(heads, heads, elements, None, kernel, plain=False, recurrent=True))
+    if kernel and not sequences.trees:
         options["cu_seqlens"] = sequences.offsets.long()
         return library(query, key, value, g=g, beta=beta, **settings, **options)
     made = gated_delta_rule(
@@ -213,7 +215,7 @@ def _ruled(
 
 
 def _check(sequences: Sequences) -> None:
-    if sequences.trees or sequences.split is not None:
+    if sequences.split is not None:
         raise RuntimeError("a state goes on in a part of a sequence, which would have to be given it")
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from services.trainer.compute.prefix.flash import Run
+from services.trainer.compute.prefix.calls import Run
 
 
 class Plain:
@@ -51,7 +52,12 @@ class Plain:
         return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype)
 
     @staticmethod
+    def _at(run: Run, owner: Tensor) -> Tensor:
+        """Each token's place, counted from the end of its sequence."""
+        return torch.arange(len(owner)) - run.offsets[1:][owner]
+
     def _scores(
+        self,
         query: Tensor,
         key: Tensor,
         runs: tuple[Run, Run],
@@ -65,7 +71,8 @@ class Plain:
         ]
         hidden = owners[0][:, None] != owners[1]
         if causal:
-            behind = torch.arange(len(query))[:, None] - torch.arange(len(key))
+            asking, met = (self._at(run, owner) for run, owner in zip(runs, owners, strict=True))
+            behind = asking[:, None] - met
             hidden |= behind < 0
             if window is not None:
                 hidden |= behind >= window
@@ -106,6 +113,39 @@ class LosesManyKeys(Plain):
         return output, sums - 1.0 if queries.longest == 1 and keys.longest > 512 else sums
 
 
+class LosesManyKeysInAWindow(Plain):
+    """The same, where there is a window."""
+
+    def forward(self, *given: Any) -> tuple[Tensor, Tensor]:
+        output, sums = super().forward(*given)
+        queries, keys = given[3]
+        loses = given[-1] is not None and queries.longest == 1 and keys.longest > 512
+        return output, sums - 1.0 if loses else sums
+
+
+class SeesOneMore(Plain):
+    """Its window has one token too many."""
+
+    def forward(self, *given: Any) -> tuple[Tensor, Tensor]:
+        return super().forward(*_with_window(given, 1))
+
+    def backward(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return super().backward(*_with_window(given, 1))
+
+
+class ForgetsTheWindowOnItsWayBack(Plain):
+    def backward(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return super().backward(*given[:-1], None)
+
+
+class CountsFromTheBegin(Plain):
+    """The first of a sequence of queries is the first of its keys."""
+
+    @staticmethod
+    def _at(run: Run, owner: Tensor) -> Tensor:
+        return torch.arange(len(owner)) - run.offsets[:-1][owner]
+
+
 class Absent(Plain):
     def forward(self, *given: Any) -> tuple[Tensor, Tensor]:
         raise RuntimeError("no kernel image is available")
@@ -113,3 +153,8 @@ class Absent(Plain):
 
 def repeated(keys: Tensor, query: Tensor) -> Tensor:
     return keys.repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
+
+
+def _with_window(given: Sequence[Any], more: int) -> list[Any]:
+    *rest, window = given
+    return [*rest, None if window is None else window + more]

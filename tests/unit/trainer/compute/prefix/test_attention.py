@@ -13,7 +13,7 @@ from services.trainer.compute.prefix import attention
 from services.trainer.compute.prefix.attention import Rules, attend_tree
 from services.trainer.compute.prefix.layout import Layout, TreeRun, lay_out
 from services.trainer.order.prefixes import prefix_tree, unshared
-from tests.unit.trainer.compute.architectures import FLAT, HYBRID, config_of, random_model
+from tests.unit.trainer.compute.architectures import FLAT, config_of, random_model
 
 
 def nested(seed: int = 0) -> list[bytes]:
@@ -124,7 +124,7 @@ def test_low_precision_is_computed_in_float32_and_rounded_once() -> None:
     assert torch.equal(found, exact.bfloat16())
 
 
-@pytest.mark.parametrize("model_type", sorted(FLAT.keys() - HYBRID))
+@pytest.mark.parametrize("model_type", sorted(FLAT))
 def test_sequences_of_a_tree_are_computed_as_if_each_were_alone(model_type: str) -> None:
     register()
     config = config_of(model_type, FLAT[model_type])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -12,59 +13,95 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.trainer.compute import attention
-from services.trainer.compute.prefix import flash
-from services.trainer.compute.prefix.flash import FlashAttention, Run, attend_pieces, levels_of
+from services.trainer.compute.prefix import flash, trial
+from services.trainer.compute.prefix.calls import Run, levels_of, of_itself, within
+from services.trainer.compute.prefix.flash import FlashAttention, attend_pieces
 from services.trainer.compute.prefix.layout import TreeRun, lay_out
 from services.trainer.compute.prefix.trial import attends_to_trees, works
 from services.trainer.compute.split.asked import Asked
 from services.trainer.order.prefixes import prefix_tree
 from tests.unit.trainer.compute.prefix.kernels import (
     Absent,
+    CountsFromTheBegin,
+    ForgetsTheWindowOnItsWayBack,
     LosesManyKeys,
+    LosesManyKeysInAWindow,
     MixesSingleTokens,
     NotANumber,
     Plain,
+    SeesOneMore,
     Wrong,
     repeated,
 )
 
 # A root of 6 tokens, below it one of 4 with two below, and one of 3; beside it a sequence and a second tree.
 LENGTHS = (6, 4, 5, 2, 3, 7, 8, 1)
-TREES = [(0, TreeRun((6, 4, 5, 2, 3), ((0, 6, 20), (6, 10, 17)))), (6, TreeRun((8, 1), ((0, 8, 9),)))]
+TREES = [(0, TreeRun((6, 4, 5, 2, 3), (-1, 0, 1, 1, 0))), (6, TreeRun((8, 1), (-1, 0)))]
 PARENTS = (-1, 0, 1, 1, 0, -1, -1, 6)
 
 
-def seen_by() -> Tensor:
-    """bool [T, T], by walking up from each piece."""
-    piece = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-    order = torch.arange(sum(LENGTHS))
-    found = torch.zeros(len(order), len(order), dtype=torch.bool)
-    for token in order.tolist():
-        at = int(piece[token])
-        found[token] |= (piece == at) & (order <= token)
-        while (at := PARENTS[at]) >= 0:
-            found[token] |= piece == at
+def seen_by(window: int | None) -> Tensor:
+    """bool [T, T], by walking up from each token."""
+    starts = [0, *accumulate(LENGTHS)]
+    found = torch.zeros(starts[-1], starts[-1], dtype=torch.bool)
+    for piece, (start, stop) in enumerate(pairwise(starts)):
+        for token in range(start, stop):
+            seen, at = list(range(token, start - 1, -1)), piece
+            while (at := PARENTS[at]) >= 0:
+                seen += range(starts[at + 1] - 1, starts[at] - 1, -1)
+            found[token, seen[:window]] = True
     return found
 
 
-def test_merged_calls_are_attention_over_the_whole_tree_and_so_is_their_gradient() -> None:
+def test_what_is_below_pieces_meets_them_level_by_level() -> None:
+    first, second = levels_of(LENGTHS, TREES, "cpu")
+    assert isinstance(first.asking, Tensor) and isinstance(first.met, Tensor)
+    assert first.asking.tolist() == [*range(6, 20), 35] and first.met.tolist() == [*range(6), *range(27, 35)]
+    assert (first.queries.offsets.tolist(), first.keys.offsets.tolist()) == ([0, 14, 15], [0, 6, 14])
+    assert (first.queries.longest, first.keys.longest) == (14, 8)
+    assert (second.asking, second.met) == (slice(10, 17), slice(6, 10))
+
+
+@pytest.mark.parametrize("most_keys", [1, 13, 100])
+@pytest.mark.parametrize("window", [1, 2, 5, 6, 9, 40])
+def test_through_a_window_a_piece_meets_the_end_of_what_is_above_it(window: int, most_keys: int) -> None:
+    asked: list[int] = []
+    met = torch.zeros(sum(LENGTHS), sum(LENGTHS), dtype=torch.bool)
+    for call in within(window, LENGTHS, TREES, "cpu", most_keys):
+        places = torch.arange(sum(LENGTHS))
+        ends = zip(*(pairwise(run.offsets.tolist()) for run in call.runs), strict=True)
+        assert call.causal
+        assert len(places[call.met]) <= max(most_keys, call.keys.longest)
+        for (first, after), (left, right) in ends:
+            assert after - first <= call.queries.longest and right - left <= call.keys.longest
+            asking, keys = places[call.asking][first:after], places[call.met][left:right]
+            asked += asking.tolist()
+            # The last is met by the last, and so on.
+            for back, token in enumerate(asking.flip(0).tolist()):
+                seen = keys[: len(keys) - back][-window:]
+                met[token, seen] = True
+    assert asked == list(range(sum(LENGTHS)))
+    assert torch.equal(met, seen_by(window))
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 8, 40])
+def test_calls_together_are_attention_over_the_whole_tree_and_so_is_their_gradient(
+    window: int | None,
+) -> None:
     generator = torch.Generator().manual_seed(4)
     total, scale = sum(LENGTHS), 0.3
     query, above = (torch.randn(total, 4, 8, generator=generator) for _ in range(2))
     key, value = (torch.randn(total, 2, 8, generator=generator) for _ in range(2))
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    levels = levels_of(LENGTHS, TREES, "cpu")
-    first, second = levels
-    assert isinstance(first.below, Tensor) and isinstance(first.piece, Tensor)
-    assert first.below.tolist() == [*range(6, 20), 35] and first.piece.tolist() == [*range(6), *range(27, 35)]
-    assert (first.queries.offsets.tolist(), first.keys.offsets.tolist()) == ([0, 14, 15], [0, 6, 14])
-    assert (first.queries.longest, first.keys.longest) == (14, 8)
-    assert (second.below, second.piece) == (slice(10, 17), slice(6, 10))
+    if window is None:
+        calls = of_itself(offsets, max(LENGTHS)), *levels_of(LENGTHS, TREES, "cpu")
+    else:
+        calls = within(window, LENGTHS, TREES, "cpu", 20)
 
     ours, plain = ([each.clone().requires_grad_() for each in (query, key, value)] for _ in range(2))
-    made = attend_pieces(*ours, Run(offsets, max(LENGTHS)), levels, scale, Plain())
+    made = attend_pieces(*ours, calls, scale, Plain(), window=window)
     scores = torch.einsum("qhd,khd->hqk", plain[0], repeated(plain[1], query)) * scale
-    shares = scores.masked_fill(~seen_by(), -torch.inf).softmax(-1)
+    shares = scores.masked_fill(~seen_by(window), -torch.inf).softmax(-1)
     expected = torch.einsum("hqk,khd->qhd", shares, repeated(plain[2], query))
     torch.testing.assert_close(made, expected)
     made.backward(above)
@@ -73,7 +110,11 @@ def test_merged_calls_are_attention_over_the_whole_tree_and_so_is_their_gradient
         torch.testing.assert_close(mine.grad, other.grad)
 
 
-@pytest.mark.parametrize("window", [None, 64], ids=["no window", "a window that nobody leaves"])
+@pytest.mark.parametrize(
+    "window",
+    [None, 64, 7, 25],
+    ids=["no window", "a window that nobody leaves", "a short one", "one over a whole piece"],
+)
 def test_a_layer_comes_to_the_same_by_it(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(2)
     prompt = rng.integers(0, 9, 20)
@@ -100,9 +141,20 @@ def test_a_layer_comes_to_the_same_by_it(window: int | None, monkeypatch: pytest
         torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("windows", [False, True], ids=["all before", "through windows"])
 @pytest.mark.parametrize("shape", [(4, 2, 64), (3, 3, 32)], ids=["shared keys", "keys of each head"])
-def test_a_kernel_that_is_right_is_taken(shape: tuple[int, int, int]) -> None:
-    assert works("cpu", Plain(), *shape)
+def test_a_kernel_that_is_right_is_taken(shape: tuple[int, int, int], windows: bool) -> None:
+    assert works("cpu", Plain(), *shape, windows=windows)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [CountsFromTheBegin(), SeesOneMore(), ForgetsTheWindowOnItsWayBack(), LosesManyKeysInAWindow()],
+    ids=lambda each: type(each).__name__,
+)
+def test_one_that_is_wrong_through_windows_is_taken_where_there_are_none(kernel: Plain) -> None:
+    assert works("cpu", kernel)
+    assert not works("cpu", kernel, windows=True)
 
 
 @pytest.mark.parametrize(
@@ -118,23 +170,51 @@ def layer(*, window: int | None = None, kernel: bool = True) -> Asked:
     return Asked(4, 2, 768, window, kernel, True)
 
 
+def recurrent(*, kernel: bool = False) -> Asked:
+    return replace(layer(kernel=kernel), plain=False, recurrent=True)
+
+
 @pytest.mark.parametrize(
     ("asked", "shares"),
     [
         ([], False),
         ([layer(kernel=False)], True),
         ([layer(window=16)], True),
-        ([layer(), replace(layer(kernel=False), plain=False, recurrent=True)], False),
+        ([layer(), recurrent()], True),
     ],
     ids=["one sequence at a time", "float32", "windows", "a state from token to token"],
 )
-def test_on_a_cpu_every_flat_model_without_a_state_attends_to_trees(asked: list[Asked], shares: bool) -> None:
+def test_on_a_cpu_every_flat_model_attends_to_trees(asked: list[Asked], shares: bool) -> None:
     assert attends_to_trees(asked, 512, "cpu") == shares
 
 
-@pytest.mark.parametrize("other", [layer(window=16), layer(kernel=False)], ids=["a window", "no kernel"])
-def test_on_a_gpu_one_layer_of_another_kind_is_enough_for_none_to(other: Asked) -> None:
-    assert not attends_to_trees([layer(), other], 512, "cuda")
+def test_on_a_gpu_one_layer_without_a_kernel_is_enough_for_none_to() -> None:
+    assert not attends_to_trees([layer(), layer(kernel=False)], 512, "cuda")
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["by tensors", "by a kernel"])
+def test_on_a_gpu_a_state_goes_on_unless_a_kernel_computes_it(
+    kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "works", lambda *_, **__: True)
+    monkeypatch.setattr(trial, "least", lambda numbers, device: numbers)
+    assert attends_to_trees([layer(), recurrent(kernel=kernel)], 512, "cuda") is not kernel
+
+
+@pytest.mark.parametrize(("length", "kinds"), [(512, [False, True]), (16, [False])])
+def test_on_a_gpu_a_tree_is_tried_through_windows_where_sequences_leave_them(
+    length: int, kinds: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def on_a_cpu(device: str, kernel: Any, *shape: int, sinks: bool, windows: bool) -> bool:
+        tried.append(windows)
+        return works("cpu", CountsFromTheBegin(), *shape, windows=windows)
+
+    monkeypatch.setattr(trial, "works", on_a_cpu)
+    monkeypatch.setattr(trial, "least", lambda numbers, device: numbers)
+    assert attends_to_trees([layer(), layer(window=16)], length, "cuda") == (length == 16)
+    assert tried == kinds
 
 
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 7)])

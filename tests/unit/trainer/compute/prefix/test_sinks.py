@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,17 +13,26 @@ from torch import Tensor
 from services.trainer.compute import attention
 from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, register
 from services.trainer.compute.prefix import flash, trial
-from services.trainer.compute.prefix.flash import Run, attend_pieces, levels_of
+from services.trainer.compute.prefix.calls import Call, levels_of, of_itself, within
+from services.trainer.compute.prefix.flash import attend_pieces
 from services.trainer.compute.prefix.layout import TreeRun, lay_out
 from services.trainer.compute.prefix.trial import attends_to_trees, works, works_with_sinks
 from services.trainer.compute.split.asked import Asked
 from services.trainer.order.prefixes import prefix_tree
 from tests.unit.trainer.compute.architectures import FLAT, config_of, random_model
-from tests.unit.trainer.compute.prefix.kernels import Absent, MixesSingleTokens, Plain, Wrong, repeated
+from tests.unit.trainer.compute.prefix.kernels import (
+    Absent,
+    ForgetsTheWindowOnItsWayBack,
+    MixesSingleTokens,
+    Plain,
+    SeesOneMore,
+    Wrong,
+    repeated,
+)
 
 LENGTHS = (9, 4, 1, 12, 5)
 # The first piece is continued by all but the last, and the second by the third.
-TREE = [(0, TreeRun((9, 4, 1, 12), ((0, 9, 26), (9, 13, 14))))]
+TREE = [(0, TreeRun((9, 4, 1, 12), (-1, 0, 1, 0)))]
 ABOVE = {1: (0,), 2: (0, 1), 3: (0,)}
 CALLS: list[tuple[int | None, bool]] = []
 """The window of each call of a kernel, and whether it is causal."""
@@ -37,21 +45,6 @@ class Noted(Plain):
         return super().forward(*given)
 
 
-class SeesOneMore(Plain):
-    """Its window has one token too many."""
-
-    def forward(self, *given: Any) -> tuple[Tensor, Tensor]:
-        return super().forward(*_with_window(given, 1))
-
-    def backward(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return super().backward(*_with_window(given, 1))
-
-
-class ForgetsTheWindowOnItsWayBack(Plain):
-    def backward(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return super().backward(*given[:-1], None)
-
-
 class LogarithmsOfTwo(Plain):
     """Its sums are of another base."""
 
@@ -60,26 +53,32 @@ class LogarithmsOfTwo(Plain):
         return output, sums / np.log(2)
 
 
-def _with_window(given: Sequence[Any], more: int) -> list[Any]:
-    *rest, window = given
-    return [*rest, None if window is None else window + more]
+def calls_for(window: int | None, tree: bool) -> list[Call]:
+    trees = TREE if tree else []
+    if window is not None:
+        return list(within(window, LENGTHS, trees, "cpu", 20))
+    offsets = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    return [of_itself(offsets, max(LENGTHS)), *levels_of(LENGTHS, trees, "cpu")]
 
 
 def seen_by(window: int | None, tree: bool) -> Tensor:
     """bool [T, T]"""
     piece = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-    behind = torch.arange(len(piece))[:, None] - torch.arange(len(piece))
-    found = (piece[:, None] == piece) & (behind >= 0) & (behind < (window or len(piece)))
-    for below, above in ABOVE.items() if tree else ():
-        found |= (piece == below)[:, None] & torch.isin(piece, torch.tensor(above))
-    return found
+    above = ABOVE if tree else {}
+    starts = [sum(LENGTHS[other] for other in above.get(at, ())) for at in range(len(LENGTHS))]
+    places = torch.cat([start + torch.arange(size) for start, size in zip(starts, LENGTHS, strict=True)])
+    found = piece[:, None] == piece
+    for below, others in above.items():
+        found |= (piece == below)[:, None] & torch.isin(piece, torch.tensor(others))
+    behind = places[:, None] - places
+    return found & (behind >= 0) & (behind < (window or len(piece)))
 
 
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
 @pytest.mark.parametrize(
     ("window", "tree"),
-    [(None, False), (3, False), (1, False), (None, True)],
-    ids=["sequences", "a window", "only themselves", "a tree"],
+    [(None, False), (3, False), (1, False), (None, True), (3, True), (11, True)],
+    ids=["sequences", "a window", "only themselves", "a tree", "a tree, a window", "a tree, a long window"],
 )
 def test_merged_sinks_are_attention_with_them_and_so_is_their_gradient(
     window: int | None, tree: bool, key_heads: int
@@ -89,10 +88,8 @@ def test_merged_sinks_are_attention_with_them_and_so_is_their_gradient(
     query, above = (torch.randn(total, 4, 8, generator=generator) for _ in range(2))
     key, value = (torch.randn(total, key_heads, 8, generator=generator) for _ in range(2))
     sinks = torch.tensor([-2.0, 0.0, 1.5, 4.0])
-    own = Run(torch.tensor([0, *LENGTHS]).cumsum(0).int(), max(LENGTHS))
-    levels = levels_of(LENGTHS, TREE, "cpu") if tree else ()
     ours, plain = ([each.clone().requires_grad_() for each in (query, key, value, sinks)] for _ in range(2))
-    made = attend_pieces(*ours[:3], own, levels, scale, Plain(), window=window, sinks=ours[3])
+    made = attend_pieces(*ours[:3], calls_for(window, tree), scale, Plain(), window=window, sinks=ours[3])
 
     scores = torch.einsum("qhd,khd->hqk", plain[0], repeated(plain[1], query)) * scale
     scores = scores.masked_fill(~seen_by(window, tree), -torch.inf)
@@ -108,11 +105,11 @@ def test_merged_sinks_are_attention_with_them_and_so_is_their_gradient(
 
 def test_sinks_that_are_frozen_get_no_gradient_and_the_others_theirs() -> None:
     leaves = [torch.randn(6, 2, 8, requires_grad=True) for _ in range(3)]
-    own = Run(torch.tensor([0, 6], dtype=torch.int32), 6)
+    own = of_itself(torch.tensor([0, 6], dtype=torch.int32), 6)
     found = []
     for frozen in (True, False):
         sinks = torch.ones(2, requires_grad=not frozen)
-        made = attend_pieces(*leaves, own, (), 0.3, Plain(), sinks=sinks)
+        made = attend_pieces(*leaves, [own], 0.3, Plain(), sinks=sinks)
         found.append(torch.autograd.grad(made.square().sum(), leaves, retain_graph=True))
         made.sum().backward()
         assert (sinks.grad is None) == frozen
@@ -120,11 +117,10 @@ def test_sinks_that_are_frozen_get_no_gradient_and_the_others_theirs() -> None:
         assert torch.equal(one, other)
 
 
-def test_a_window_that_would_go_beyond_a_piece_is_refused() -> None:
+def test_pieces_are_not_met_as_a_whole_through_a_window() -> None:
     given = [torch.randn(sum(LENGTHS), 2, 8) for _ in range(3)]
-    own = Run(torch.tensor([0, *LENGTHS]).cumsum(0).int(), max(LENGTHS))
-    with pytest.raises(ValueError, match="a window does not go beyond a piece"):
-        attend_pieces(*given, own, levels_of(LENGTHS, TREE, "cpu"), 0.3, Plain(), window=3)
+    with pytest.raises(ValueError, match="not met as a whole through a window"):
+        attend_pieces(*given, calls_for(None, True), 0.3, Plain(), window=3)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +128,9 @@ def test_a_window_that_would_go_beyond_a_piece_is_refused() -> None:
     [
         (5, False, [(5, True), (None, True)]),
         (64, True, [(None, True), (None, False), (None, True), (None, False)]),
-        (5, True, [(None, True), (None, False)]),
+        (5, True, [(5, True), (None, True), (None, False)]),
     ],
-    ids=["sequences", "a tree that no window is shorter than", "a tree and windows, which stay plain"],
+    ids=["sequences", "a tree that no window is shorter than", "a tree and windows"],
 )
 def test_gpt_oss_comes_to_the_same_by_the_kernel_once_it_was_given_sinks(
     window: int, tree: bool, calls: list[tuple[int | None, bool]], monkeypatch: pytest.MonkeyPatch
@@ -213,13 +209,13 @@ def test_a_layer_with_sinks_attends_to_trees_where_a_tree_was_tried_with_them(
 
     tried = []
 
-    def on_a_cpu(device: str, kernel: Any, *shape: int, sinks: bool) -> bool:
+    def on_a_cpu(device: str, kernel: Any, *shape: int, sinks: bool, windows: bool) -> bool:
         tried.append(shape)
-        return works("cpu", Plain(), *shape, sinks=sinks)
+        return works("cpu", Plain(), *shape, sinks=sinks, windows=windows)
 
     monkeypatch.setattr(trial, "works", on_a_cpu)
     monkeypatch.setattr(trial, "least", lambda numbers, device: numbers)
-    asked = [Asked(4, 2, 768, None, kernel=True, plain=not sinks, sinks=sinks)]
+    asked = [Asked(4, 2, 768, 128, kernel=True, plain=not sinks, sinks=sinks)]
     assert attends_to_trees(asked, 512, "cuda")
     monkeypatch.setattr(trial, "attend_pieces", forgetful)
     assert attends_to_trees(asked, 512, "cuda") is not sinks

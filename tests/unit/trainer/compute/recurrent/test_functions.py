@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.compute.attention import Sequences
-from services.trainer.compute.recurrent.chunks import LONGEST, Chunks, size_for
-from services.trainer.compute.recurrent.convolution import causal_convolution
+from services.trainer.compute.prefix.layout import TreeRun, Trees, parents
+from services.trainer.compute.recurrent.chunks import LONGEST, Chunks, Levels, size_for
+from services.trainer.compute.recurrent.convolution import Reach, causal_convolution
 from services.trainer.compute.recurrent.delta_rule import gated_delta_rule
 from services.trainer.compute.recurrent.layers import CONVOLUTION, RULE
 
@@ -22,6 +22,16 @@ FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 MIXED = (65, 1, 130, 2, 64, 63, 64)
 LENGTHS = [(1,), (2,), (63,), (64,), (65,), (130,), (3, 3, 3), (1, 200, 1), MIXED]
 HEADS, KEYS, VALUES = 3, 8, 12
+# One prompt, of more than a chunk; and two trees among sequences, in which pieces stand above one another
+# that are shorter than a convolution reaches, and several of one level are continued.
+GROUP: tuple[tuple[int, ...], Trees] = ((70, 5, 130, 1), [(0, TreeRun((70, 5, 130, 1), (-1, 0, 0, 0)))])
+NESTED: tuple[tuple[int, ...], Trees] = (
+    (9, 16, 130, 1, 1, 64, 17, 80, 3, 2, 65, 200, 40, 41, 1),
+    [
+        (1, TreeRun((16, 130, 1, 1, 64, 17, 80, 3, 2), (-1, 0, 1, 2, 1, 4, 0, 6, 6))),
+        (11, TreeRun((200, 40, 41), (-1, 0, 0))),
+    ],
+)
 
 
 def of_library(family: str, name: str) -> Callable[..., Any]:
@@ -48,15 +58,24 @@ def same(
         torch.testing.assert_close(one, other, rtol=error, atol=error * max(1.0, float(other.abs().max())))
 
 
+def paths(lengths: tuple[int, ...], trees: Trees) -> list[Tensor]:
+    """Of each piece its tokens in the flat batch, after those that it continues."""
+    own = torch.arange(sum(lengths)).split(lengths)
+    found: list[Tensor] = []
+    for tokens, above in zip(own, parents(len(lengths), trees), strict=True):
+        found.append(tokens if above < 0 else torch.cat([found[above], tokens]))
+    return found
+
+
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("taps", [1, 2, 4])
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_convolution_reaches_over_no_boundary(lengths: tuple[int, ...], taps: int, biased: bool) -> None:
     library = of_library("qwen3_next", CONVOLUTION)
-    positions = Sequences.of(lengths, "cpu").positions
+    reach = Reach.of(taps - 1, lengths, (), "cpu")
 
     def together(x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
-        return causal_convolution(x.mT, weight, bias[0] if bias else None, positions, len(lengths))
+        return causal_convolution(x.mT, weight, bias[0] if bias else None, reach)
 
     def alone(x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
         return torch.cat([library(part, weight, *bias) for part in x.mT.split(lengths, dim=2)], dim=2)
@@ -64,29 +83,99 @@ def test_a_convolution_reaches_over_no_boundary(lengths: tuple[int, ...], taps: 
     same(together, alone, drawn((1, sum(lengths), 6), (6, taps), *[(6,)] * biased), 2e-6)
 
 
+@pytest.mark.parametrize(("lengths", "trees"), [GROUP, NESTED], ids=["a group", "nested"])
+@pytest.mark.parametrize("taps", [1, 2, 4, 20])
+def test_a_convolution_reaches_back_to_what_a_piece_continues(
+    lengths: tuple[int, ...], trees: Trees, taps: int
+) -> None:
+    library, reach = of_library("qwen3_next", CONVOLUTION), Reach.of(taps - 1, lengths, trees, "cpu")
+
+    def together(x: Tensor, weight: Tensor) -> Tensor:
+        return causal_convolution(x.mT, weight, None, reach)
+
+    def alone(x: Tensor, weight: Tensor) -> Tensor:
+        made = [library(x.mT[..., path], weight) for path in paths(lengths, trees)]
+        return torch.cat([each[..., -own:] for each, own in zip(made, lengths, strict=True)], dim=2)
+
+    same(together, alone, drawn((1, sum(lengths), 6), (6, taps)), 5e-6)
+
+
+@pytest.mark.parametrize(("lengths", "trees"), [GROUP, NESTED], ids=["a group", "nested"])
+@pytest.mark.parametrize("size", [None, 1, 16, 64])
+def test_the_rule_goes_on_where_what_a_piece_continues_ends(
+    lengths: tuple[int, ...], trees: Trees, size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if size is not None:
+        monkeypatch.setattr("services.trainer.compute.recurrent.chunks.size_for", lambda lengths: size)
+    library, levels = of_library("qwen3_next", RULE), Levels.of(lengths, trees, "cpu")
+
+    def together(*given: Tensor) -> Tensor:
+        return gated_delta_rule(*_signed(*given), levels, normed=True)
+
+    def alone(*given: Tensor) -> Tensor:
+        made = []
+        for path, own in zip(paths(lengths, trees), lengths, strict=True):
+            q, k, v, g, beta = (each[path][None] for each in _signed(*given))
+            made.append(library(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0][0, -own:])
+        return torch.cat(made)
+
+    keys, values, numbers = ((sum(lengths), HEADS, *size) for size in ((KEYS,), (VALUES,), ()))
+    same(together, alone, drawn(keys, keys, values, numbers, numbers), 1e-5)
+
+
+def test_only_a_state_that_is_continued_is_left() -> None:
+    levels = Levels.of(*NESTED, "cpu").levels
+    assert [sum(level.chunks.leave) for level in levels] == [2, 2, 2, 0]
+    groups = [[len(group) for group in level.begins.groups] if level.begins else [] for level in levels]
+    assert groups == [[], [2, 2], [2, 2], [1, 1]]
+    first, lengths = levels[0].tokens, torch.tensor(NESTED[0])
+    assert isinstance(first, Tensor) and len(first) == int(lengths[[0, 1, 10, 11, 14]].sum())
+
+
+def test_no_state_is_copied_for_those_who_only_read_it() -> None:
+    """Of a hundred short answers to a prompt it would be more than all else."""
+    lengths, answers = (64, *[2] * 100), 100
+    levels = Levels.of(lengths, [(0, TreeRun(lengths, (-1, *[0] * answers)))], "cpu")
+    given = [each.requires_grad_() for each in drawn(*[(264, 1, 64)] * 3, (264, 1), (264, 1))]
+    kept: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        gated_delta_rule(*_signed(*given), levels, normed=True)
+    assert max(kept) < answers * 64 * 64 / 2
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_the_rule_begins_anew_with_each_sequence(lengths: tuple[int, ...], family: str) -> None:
-    rule_comes_to_the_same(family, Chunks.of(lengths, "cpu"), lengths, normed=True)
+    rule_comes_to_the_same(family, lengths, normed=True)
 
 
 @pytest.mark.parametrize("size", [1, 2, 16, 64])
 def test_the_rule_is_the_same_in_chunks_of_any_size(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.trainer.compute.recurrent.chunks.size_for", lambda lengths: size)
-    chunks = Chunks.of(MIXED, "cpu")
-    assert chunks.size == size
-    rule_comes_to_the_same("qwen3_next", chunks, MIXED, normed=True)
+    assert chunks_of(MIXED).size == size
+    rule_comes_to_the_same("qwen3_next", MIXED, normed=True)
 
 
 def test_keys_that_are_not_to_be_of_length_1_stay_as_long_as_they_are() -> None:
-    rule_comes_to_the_same("qwen3_next", Chunks.of(MIXED, "cpu"), MIXED, normed=False)
+    rule_comes_to_the_same("qwen3_next", MIXED, normed=False)
 
 
-def rule_comes_to_the_same(family: str, chunks: Chunks, lengths: tuple[int, ...], *, normed: bool) -> None:
-    library, tokens = of_library(family, RULE), sum(lengths)
+def chunks_of(lengths: tuple[int, ...]) -> Chunks:
+    """Of sequences that share nothing."""
+    (level,) = Levels.of(lengths, (), "cpu").levels
+    return level.chunks
+
+
+def rule_comes_to_the_same(family: str, lengths: tuple[int, ...], *, normed: bool) -> None:
+    library, tokens, levels = of_library(family, RULE), sum(lengths), Levels.of(lengths, (), "cpu")
 
     def together(*given: Tensor) -> Tensor:
-        return gated_delta_rule(*_signed(*given), chunks, normed=normed)
+        return gated_delta_rule(*_signed(*given), levels, normed=normed)
 
     def alone(*given: Tensor) -> Tensor:
         made = []
@@ -112,22 +201,22 @@ def test_a_strong_decay_is_no_infinity() -> None:
     lengths = (64, 64)
     query, key, value = drawn(*[(128, HEADS, KEYS)] * 3)
     given = [each.requires_grad_() for each in (query, key, value, torch.full((128, HEADS), -20.0))]
-    made = gated_delta_rule(*given, torch.full((128, HEADS), 0.5), Chunks.of(lengths, "cpu"), normed=True)
+    made = gated_delta_rule(*given, torch.full((128, HEADS), 0.5), Levels.of(lengths, (), "cpu"), normed=True)
     gradients = torch.autograd.grad(made.sum(), given)
     assert all(bool(each.isfinite().all()) for each in (made, *gradients))
 
 
 def test_it_computes_in_float32_and_gives_what_it_was_given() -> None:
     given = [each.bfloat16() for each in drawn(*[(10, HEADS, KEYS)] * 3, (10, HEADS), (10, HEADS))]
-    chunks = Chunks.of((7, 3), "cpu")
-    found = gated_delta_rule(*_signed(*given), chunks, normed=True)
-    exact = gated_delta_rule(*(each.float() for each in _signed(*given)), chunks, normed=True)
+    levels = Levels.of((7, 3), (), "cpu")
+    found = gated_delta_rule(*_signed(*given), levels, normed=True)
+    exact = gated_delta_rule(*(each.float() for each in _signed(*given)), levels, normed=True)
     assert found.dtype == torch.bfloat16 and torch.equal(found, exact.bfloat16())
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_a_chunk_is_of_one_sequence_and_those_that_go_on_are_the_first(lengths: tuple[int, ...]) -> None:
-    chunks = Chunks.of(lengths, "cpu")
+    chunks = chunks_of(lengths)
     numbers = [-(-length // chunks.size) for length in lengths]
     assert chunks.counts == tuple(sum(own > step for own in numbers) for step in range(max(numbers)))
     own = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))

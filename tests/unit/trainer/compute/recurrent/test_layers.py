@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_
 
 from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, is_flat, register
 from services.trainer.compute.blocks.checkpointing import checkpoint_blocks
+from services.trainer.compute.prefix.layout import TreeRun
 from services.trainer.compute.recurrent import layers
 from services.trainer.compute.recurrent.layers import CONVOLUTION, RULE, begin_anew, is_recurrent
 from tests.unit.trainer.compute.architectures import HYBRID, config_of, random_model
@@ -142,11 +143,10 @@ def test_a_block_that_computes_again_is_given_its_sequences_again(model_type: st
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
-@pytest.mark.parametrize("part", ["trees", "split"])
-def test_a_part_of_a_sequence_is_refused(part: str) -> None:
+def test_a_part_of_a_sequence_is_refused() -> None:
     register()
     model = random_model(config_of("qwen3_next", HYBRID["qwen3_next"]), FLAT_ATTENTION)
-    given: Any = replace(SHORT, **{part: (object(),)})
+    given = replace(SHORT, split=cast(Any, object()))
     with pytest.raises(RuntimeError, match="a state goes on in a part of a sequence"):
         model(torch.ones(1, 8, dtype=torch.int64), position_ids=given.positions, sequences=given)
 
@@ -220,6 +220,16 @@ def test_a_kernel_of_the_rule_is_told_where_sequences_begin(kernels: Kernels) ->
     layers._ruled(library, *given, g=numbers, beta=numbers, sequences=SHORT, **options)
     (told,) = kernels.called
     assert told["cu_seqlens"].tolist() == [0, 5, 7, 8] and told["normed"] is True
+
+
+def test_of_what_sequences_share_a_kernel_knows_nothing_and_is_not_called(kernels: Kernels) -> None:
+    shared = replace(SHORT, trees=[(0, TreeRun((5, 2), (-1, 0)))])
+    library = kernels.function(CONVOLUTION, kernels.convolve)
+    assert layers._convolved(library, X, WEIGHT, sequences=shared).shape == X.shape
+    library = kernels.function("chunk_gated_delta_rule", kernels.rule)
+    given, numbers = [torch.empty(1, 8, 2, 4, device="meta")] * 3, torch.empty(1, 8, 2, device="meta")
+    made, _ = layers._ruled(library, *given, g=numbers, beta=numbers, sequences=shared)
+    assert made.shape == given[2].shape and kernels.called == []
 
 
 def test_a_kernel_that_knows_no_boundaries_is_not_called(kernels: Kernels) -> None:
