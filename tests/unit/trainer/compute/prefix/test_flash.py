@@ -74,6 +74,7 @@ def test_through_a_window_a_piece_meets_the_end_of_what_is_above_it(window: int,
         assert len(places[call.met]) <= max(most_keys, call.keys.longest)
         for (first, after), (left, right) in ends:
             assert after - first <= call.queries.longest and right - left <= call.keys.longest
+            assert right - left <= after - first + window - 1
             asking, keys = places[call.asking][first:after], places[call.met][left:right]
             asked += asking.tolist()
             # The last is met by the last, and so on.
