@@ -24,7 +24,7 @@ def attended(device: str, directory: Path) -> None:
     """FlashAttention is right with sinks, in a tiny model's shape and in GPT-OSS's, and in trees."""
     del directory
     on_cuda = device == "cuda"
-    for shape in ((4, 2, 64), (64, 8, 64)):
+    for shape in ((4, 2, 64), (64, 8, 64), (8, 1, 64)):
         assert works(device, FlashAttention(), *shape, sinks=True, windows=True) == on_cuda
         assert works_with_sinks(device, FlashAttention(), *shape) == on_cuda
 

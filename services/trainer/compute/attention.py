@@ -99,7 +99,7 @@ class Sequences:
         own = cls.of([share.size], device)
         positions = (own.positions + share.rank * share.size).clamp(max=share.whole - 1)
         whole = cls.of([share.size * share.ranks], device)
-        return replace(own, positions=positions, split=Split(exchange, whole))
+        return replace(own, positions=positions, split=Split(exchange, share, whole))
 
     @cached_property
     def chunks(self) -> Levels:
@@ -146,11 +146,17 @@ class Split:
     """A sequence of which each rank has a part.
 
     Attributes:
+        share: this rank's.
         whole: the one sequence, as attention gets it.
     """
 
     exchange: Exchange
+    share: Share
     whole: Sequences
+
+    def own_heads(self, values: Tensor) -> Tensor:
+        """Those of the heads that this rank computes for the whole sequence, of values of all heads."""
+        return values.chunk(self.share.ranks)[self.share.rank]
 
 
 def register() -> None:
@@ -231,6 +237,8 @@ def attend(
         sequences.asked.append(_asked(query, key, value, window, kernel, plain, could and not plain))
     if sequences.split is not None:
         whole = sequences.split.whole
+        if sinks is not None:
+            options["s_aux"] = sequences.split.own_heads(sinks)
 
         def within(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return attend(module, query, key, value, window, sequences=whole, scaling=scaling, **options)[0]

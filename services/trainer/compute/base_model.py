@@ -217,7 +217,7 @@ class BaseModel:
             context_length=self.context_length,
             device=self.device,
         )
-        self.asked = [layer.within(self.context_length) for layer in with_sinks(asked, self.device)]
+        self.asked = [layer.within(self.context_length) for layer in with_sinks(asked, self.device, ranks)]
         self.exchange = Exchange(ranks, self.device) if splits(self.asked, ranks) else None
         self.footprint: Footprint = footprint(
             model,

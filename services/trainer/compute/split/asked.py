@@ -57,7 +57,8 @@ def splits(asked: Sequence[Asked], ranks: int) -> bool:
     """Whether so many ranks can compute a sequence together.
 
     Each rank computes some heads of the whole sequence, so there must be as many of them for each, in every
-    layer. Masks and scores of pairs of tokens would not become less by it; and sinks are of the heads.
+    layer. Masks and scores of pairs of tokens would not become less by it, as where there are sinks and no
+    kernel.
 
     Args:
         asked: of each layer; none of an architecture that computes one sequence at a time.
@@ -66,7 +67,10 @@ def splits(asked: Sequence[Asked], ranks: int) -> bool:
         ranks > 1
         and bool(asked)
         and all(
-            layer.plain and not layer.masked and layer.heads % ranks == 0 and layer.key_heads % ranks == 0
+            (layer.plain or (layer.sinks and layer.kernel))
+            and not layer.masked
+            and layer.heads % ranks == 0
+            and layer.key_heads % ranks == 0
             for layer in asked
         )
     )

@@ -4,11 +4,13 @@ those with routed experts, with given ones."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from services.common.contract.tensors import from_values
-from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, register
+from services.trainer.compute import attention
+from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, give_kernel_sinks, register
 from services.trainer.compute.base_model import Scorer
 from services.trainer.compute.blocks.checkpointing import checkpoint_blocks
 from services.trainer.compute.collate import Collated, collate
@@ -26,12 +29,14 @@ from services.trainer.compute.lora.adapter import Adapter, largest, select_targe
 from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.lora.stack import Segment
 from services.trainer.compute.lora.targets import find_linears, find_unadapted, hook_adapters
+from services.trainer.compute.prefix import flash
 from services.trainer.compute.replay.routers import Replay
 from services.trainer.compute.split.asked import Asked, splits
 from services.trainer.compute.split.exchange import Exchange, joined
 from services.trainer.compute.split.share import Share
 from tests.component.engine.data import given_experts
 from tests.unit.trainer.compute.architectures import FLAT, config_of, random_model
+from tests.unit.trainer.compute.prefix.kernels import Plain
 
 TOKENS, VOCAB = 23, 60
 MEMORY_TOKENS, HEADS, KEY_HEADS, HEAD_SIZE = 512, 8, 4, 32
@@ -106,7 +111,7 @@ def compared(model_type: str, checkpointing: bool) -> Compared:
     ranks = dist.get_world_size()
     asked = model.asked(batch)
     found = Compared(splits(asked, ranks), all(layer.plain for layer in asked))
-    if not found.plain:
+    if not (found.plain or found.splits):
         return found
     shares = [Share(rank, ranks, TOKENS) for rank in range(ranks)]
     counts = [batch.outputs(share)[0] for share in shares]
@@ -160,6 +165,20 @@ def _peak(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> float:
     return peak.bytes / (4 * elements * MEMORY_TOKENS)
 
 
+@contextmanager
+def given_sinks(model_type: str) -> Iterator[None]:
+    """A kernel in plain PyTorch computes attention with sinks, of a tiny model's shape."""
+    config = config_of(model_type, FLAT[model_type])
+    heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(attention, "_has_kernel", lambda query, value: True)
+        patched.setattr(flash, "FlashAttention", Plain)
+        patched.setattr(attention, "_right_with_sinks", set())
+        for ranks in (1, dist.get_world_size()):
+            give_kernel_sinks(heads // ranks, key_heads // ranks, config.head_dim)
+        yield
+
+
 def scenario() -> Report:
     """In a world of several ranks."""
     register()
@@ -168,11 +187,15 @@ def scenario() -> Report:
     def together(*given: Tensor) -> Tensor:
         return exchange.attend(_attention, *given)
 
-    return Report(
-        {
-            f"{model_type}, {kept}": compared(model_type, kept == "checkpointed")
-            for model_type in FLAT
-            for kept in ("kept", "checkpointed")
-        },
-        Memory(_peak(_attention), _peak(together)),
-    )
+    kept = {"kept": False, "checkpointed": True}
+    models = {
+        f"{model_type}, {name}": compared(model_type, checkpointing)
+        for model_type in FLAT
+        for name, checkpointing in kept.items()
+    }
+    with given_sinks("gpt_oss"):
+        models |= {
+            f"gpt_oss by a kernel, {name}": compared("gpt_oss", checkpointing)
+            for name, checkpointing in kept.items()
+        }
+    return Report(models, Memory(_peak(_attention), _peak(together)))

@@ -251,7 +251,7 @@ def test_the_page_says_what_was_found() -> None:
             "refused" if refused[flag] else ", ".join(f"`{leaf}`" for leaf in leaves(targets, flag))
             for flag in FLAGS[:2]
         ]
-        cells.append(shared_by_ranks(found.asked()))
+        cells.append(shared_by_ranks(found))
         lines.append(f"| {family} | `{type(found.model).__name__}` | {' | '.join(cells)} |")
     table = "\n".join(lines) + "\n"
     written = PAGE.read_text(encoding="utf-8")
@@ -263,10 +263,12 @@ def test_the_page_says_what_was_found() -> None:
         assert page == written, "run: make models"
 
 
-def shared_by_ranks(asked: Sequence[Asked]) -> str:
+def shared_by_ranks(found: Trained) -> str:
+    asked = found.asked()
     if splits(asked, 2):
         return "yes"
-    with_kernel = [replace(layer, kernel=layer.plain) for layer in asked]
+    sinks = any(name.endswith(".sinks") for name, _ in found.model.named_parameters())
+    with_kernel = [replace(layer, kernel=layer.plain or sinks, sinks=sinks) for layer in asked]
     return "with FlashAttention" if splits(with_kernel, 2) else "no"
 
 

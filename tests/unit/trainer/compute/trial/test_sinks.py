@@ -28,14 +28,14 @@ def nothing_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layers_with_sinks_have_a_kernel_once_it_was_found_right() -> None:
-    found = with_sinks([SLIDING, FULL, CAPPED, PLAIN], "cpu", Plain())
+    found = with_sinks([SLIDING, FULL, CAPPED, PLAIN], "cpu", 1, Plain())
     assert found == [replace(SLIDING, kernel=True), replace(FULL, kernel=True), CAPPED, PLAIN]
     assert attention._right_with_sinks == {(4, 2, 64)}
     assert not any(layer.scored or layer.masked for layer in found if layer.sinks)
 
 
 def test_layers_with_sinks_stay_as_they_are_where_it_was_not() -> None:
-    assert with_sinks([SLIDING, FULL, CAPPED, PLAIN], "cpu", Absent()) == [SLIDING, FULL, CAPPED, PLAIN]
+    assert with_sinks([SLIDING, FULL, CAPPED, PLAIN], "cpu", 1, Absent()) == [SLIDING, FULL, CAPPED, PLAIN]
     assert attention._right_with_sinks == set()
     assert SLIDING.scored and CAPPED.scored and not PLAIN.scored
 
@@ -43,20 +43,35 @@ def test_layers_with_sinks_stay_as_they_are_where_it_was_not() -> None:
 def test_of_several_shapes_each_is_tried_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinks, "works_with_sinks", lambda device, kernel, *shape: shape == (8, 2, 64))
     other = replace(FULL, heads=8, elements=1280)
-    assert with_sinks([FULL, other], "cpu") == [FULL, replace(other, kernel=True)]
+    assert with_sinks([FULL, other], "cpu", 1) == [FULL, replace(other, kernel=True)]
     assert attention._right_with_sinks == {(8, 2, 64)}
 
 
 def test_what_another_rank_found_wrong_no_rank_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinks, "least", lambda numbers, device: [0] * len(numbers))
-    assert with_sinks([FULL], "cpu", Plain()) == [FULL]
+    assert with_sinks([FULL], "cpu", 1, Plain()) == [FULL]
     assert attention._right_with_sinks == set()
 
 
-def test_a_kernel_with_sinks_has_no_ranks_share_a_sequence() -> None:
-    """Each computes some heads, and is given the sinks of all."""
-    assert splits([PLAIN], 2)
-    assert not splits(with_sinks([FULL], "cpu", Plain()), 2)
+@pytest.mark.parametrize(
+    ("ranks", "shapes", "shares"),
+    [(1, {(4, 2, 64)}, False), (2, {(4, 2, 64), (2, 1, 64)}, True), (3, {(4, 2, 64)}, False)],
+    ids=["one rank", "two ranks", "ranks that do not divide the heads"],
+)
+def test_ranks_share_a_sequence_whose_sinks_a_kernel_computes_once_it_was_tried_with_the_heads_of_each(
+    ranks: int, shapes: set[tuple[int, int, int]], shares: bool
+) -> None:
+    assert not splits([FULL], ranks)
+    assert splits(with_sinks([FULL, SLIDING], "cpu", ranks, Plain()), ranks) == shares
+    assert attention._right_with_sinks == shapes
+
+
+def test_a_kernel_that_is_wrong_with_the_heads_of_each_rank_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sinks, "works_with_sinks", lambda device, kernel, *shape: shape == (4, 2, 64))
+    assert with_sinks([FULL], "cpu", 2) == [FULL]
+    assert attention._right_with_sinks == set()
 
 
 @pytest.mark.parametrize(
