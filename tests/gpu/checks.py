@@ -34,7 +34,7 @@ from services.trainer.files.export_format import adapter_files, read_adapter
 from services.trainer.publish.cargo import on_host, whole_model
 from tests.component.engine.data import ADAM, LORA, NO_CLIP, VOCAB, ce_row, flat, op, trained_model, work
 from tests.component.engine.reference import ReferenceModel
-from tests.gpu import pieces, sinks
+from tests.gpu import hybrids, pieces, sinks
 
 MEMORY = 640 << 20
 CONTEXT = 8192
@@ -364,6 +364,7 @@ ALONE: dict[str, Callable[[str, Path], None]] = {
     "trees are attended to": pieces.trees,
     "sinks are attended to": sinks.attended,
     "GPT-OSS goes by the kernel": sinks.gpt_oss,
+    "linear attention keeps to its sequences": hybrids.linear_attention,
     "a prompt is computed once": shared,
     "parts step as the whole does": pieces.parts,
     "what is announced fits": capacity,
