@@ -28,7 +28,7 @@ from services.common.weights.rendezvous import meeting_store, tcp_store
 from services.common.worlds.sharding import Sharding
 from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, is_flat, register
 from services.trainer.compute.blocks.checkpointing import checkpoint_blocks
-from services.trainer.compute.exchange import COLLECTIVE_TIMEOUT
+from services.trainer.compute.exchange import COLLECTIVE_TIMEOUT, meet_when_read, wait_alike
 from services.trainer.compute.kernels.linears import speed_up_linears
 from services.trainer.compute.kernels.norms import fuse_norms
 from services.trainer.compute.kernels.rotations import fuse_rotations
@@ -85,8 +85,16 @@ def init_distributed(device: str) -> None:
     deepspeed.init_distributed(
         dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=COLLECTIVE_TIMEOUT
     )
+    _wait_alike()
     if device == "cpu":
         _unlink_shared_buffer()
+
+
+def _wait_alike() -> None:
+    """DeepSpeed reduces gradients and spreads weights in a group of its own of the same ranks."""
+    from deepspeed.utils import groups
+
+    wait_alike(groups._get_data_parallel_group())
 
 
 def _meet(backend: str) -> None:
@@ -201,6 +209,9 @@ class BaseModel:
         hook_adapters(model, router)
         self.replay = Replay(model)
         scorer = Scorer(model, router, detached=self.collective)
+        if not self.collective:
+            # It spreads the first rank's weights, for which all have to be there.
+            meet_when_read(sum(each.nbytes for each in model.parameters()), self.device)
         self._engine, *_ = deepspeed.initialize(model=scorer, config=config)
         if sharding.quantized_base:
             quantized.quantize_shards(scorer, torch.distributed.get_world_size())

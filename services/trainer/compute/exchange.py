@@ -34,6 +34,9 @@ ELSEWHERE = Failure("server", "internal", "another rank of the trainer failed on
 """Why an operation failed, on a rank on which it did not."""
 
 
+_alike: list[dist.ProcessGroup] = []
+
+
 class _RankReport(msgspec.Struct):
     results: list[RowResult]
     failures: dict[int, Failure]
@@ -52,16 +55,27 @@ def part_seconds(work: Pass, ranks: int, device: str) -> float:
     )
 
 
+def wait_alike(group: dist.ProcessGroup) -> None:
+    """Has ranks of another group wait for each other as long as those of the world do. What makes one without
+    saying for how long has torch's 10 or 30 minutes."""
+    if group not in _alike:
+        _alike.append(group)
+    group.set_timeout(COLLECTIVE_TIMEOUT)
+
+
 @contextmanager
 def patience(seconds: float) -> Iterator[None]:
     """Within it ranks wait so much longer for each other."""
-    group = dist.group.WORLD
-    assert group is not None
-    group.set_timeout(COLLECTIVE_TIMEOUT + timedelta(seconds=seconds))
+    world = dist.group.WORLD
+    assert world is not None
+    groups = [world, *_alike]
+    for group in groups:
+        group.set_timeout(COLLECTIVE_TIMEOUT + timedelta(seconds=seconds))
     try:
         yield
     finally:
-        group.set_timeout(COLLECTIVE_TIMEOUT)
+        for group in groups:
+            group.set_timeout(COLLECTIVE_TIMEOUT)
 
 
 def any_rank(flags: list[bool], device: str) -> list[bool]:

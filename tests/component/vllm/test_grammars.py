@@ -20,7 +20,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
-from services.common.contract.errors import InvalidRequest, Unavailable
+from services.common.contract.errors import InvalidRequest, Overloaded
 from services.sampler.engine.grammars import checking, core
 from services.sampler.engine.grammars.checking import Checks
 from services.sampler.engine.sampling import Constraint
@@ -141,7 +141,7 @@ async def test_checks_that_take_long_end_and_keep_others_and_files_waiting_for_s
                 await task
             assert refused.value.code == "constraint_too_large"
         for task in waiting:
-            with pytest.raises(Unavailable, match="all threads that check constraints"):
+            with pytest.raises(Overloaded, match="all threads that check constraints"):
                 await task
     finally:
         over.set()

@@ -18,7 +18,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import StructuredOutputsParams, check_json_nesting
 from vllm.v1.engine.input_processor import InputProcessor
 
-from services.common.contract.errors import InvalidRequest, Unavailable
+from services.common.contract.errors import InvalidRequest, Overloaded
 from services.common.process.threads import WorkerThread
 from services.sampler.engine.grammars.patterns import check_pattern
 from services.sampler.engine.grammars.schemas import check_schema
@@ -52,7 +52,7 @@ class Checks:
 
         Raises:
             InvalidRequest: as `parsed`, or it takes too long.
-            Unavailable: all threads are at constraints that take long.
+            Overloaded: all threads are at constraints that take long.
         """
         if constraint is None:
             return None
@@ -80,14 +80,14 @@ class Checks:
             async with asyncio.timeout(self._seconds):
                 return await self._free.get()
         except TimeoutError as error:
-            raise Unavailable(
+            raise Overloaded(
                 "all threads that check constraints are at ones that take long; try again later"
             ) from error
 
 
 def parsed(constraint: Constraint, processor: InputProcessor) -> StructuredOutputsParams:
     """A constraint that XGrammar enforces as a whole. May take long, and lets the rest of the process run:
-    what takes long is C++.
+    what takes long is C++, as what is read here in Python is bounded.
 
     Raises:
         InvalidRequest: no grammar can be made of it, or one that would admit more.

@@ -9,9 +9,10 @@ What is not read because it says nothing of the values in question, passes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from services.sampler.engine.grammars.apart import MAX_BRANCHES, all_apart, target
+from services.sampler.engine.grammars.apart import MAX_BRANCHES, Comparison, target
 from services.sampler.engine.grammars.patterns import check_pattern, unsupported
 
 _UNREAD = (
@@ -71,27 +72,48 @@ def check_schema(schema: Any, where: str = "the JSON Schema") -> None:
     _Walk(schema, where).check()
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a schema is. Put together for a message only: of one with a long name each of thousands in it
+    would have that."""
+
+    root: str
+    parts: tuple[Any, ...] = ()
+    """The parts above it, as such a tuple, and its own."""
+
+    def below(self, *parts: str | int) -> _Place:
+        return _Place(self.root, (self.parts, *parts))
+
+    def __str__(self) -> str:
+        parts, above = list[str](), self.parts
+        while above:
+            parts += [str(part) for part in above[:0:-1]]
+            above = above[0]
+        return "/".join(("#", *reversed(parts))) + f" of {self.root}"
+
+
 class _Walk:
     def __init__(self, root: Any, where: str) -> None:
         self._root, self._where = root, where
-        self._waiting: list[tuple[Any, str, str | None]] = [(root, "#", None)]
+        self._waiting: list[tuple[Any, _Place, str | None]] = [(root, _Place(where), None)]
         self._met: set[str] = set()
+        self._comparison = Comparison(root)
 
     def check(self) -> None:
         # A schema may refer to itself.
         while self._waiting:
-            schema, path, default = self._waiting.pop()
+            schema, at, default = self._waiting.pop()
             if isinstance(schema, dict):
-                self._check(schema, f"{path} of {self._where}", path, default)
+                self._check(schema, at, default)
 
-    def _check(self, schema: dict[str, Any], at: str, path: str, default: str | None) -> None:
+    def _check(self, schema: dict[str, Any], at: _Place, default: str | None) -> None:
         for keyword in _UNREAD:
             if keyword in schema:
                 raise unsupported(f"{at} has {keyword}, which is not enforced; leave it out")
-        if "$id" in schema and path != "#":
+        if "$id" in schema and at.parts:
             raise unsupported(f"{at} has an $id, and references are read from the root's; leave it out")
         if whole := next((keyword for keyword in _WHOLE if keyword in schema), None):
-            self._check_whole(schema, whole, at, path)
+            self._check_whole(schema, whole, at)
             return
         types = _types(schema, default)
         if not types:
@@ -103,9 +125,9 @@ class _Walk:
         if "object" in types:
             _check_object(schema, at)
         for of in types:
-            self._waiting += _within(schema, of, path)
+            self._waiting += _within(schema, of, at)
 
-    def _check_whole(self, schema: dict[str, Any], whole: str, at: str, path: str) -> None:
+    def _check_whole(self, schema: dict[str, Any], whole: str, at: _Place) -> None:
         others = {keyword for of in _OF.values() for keyword in of} | {*_WHOLE, "type"}
         if beside := _beside(schema, others - {whole}):
             values = [schema["const"]] if whole == "const" else schema[whole]
@@ -127,21 +149,22 @@ class _Walk:
             raise unsupported(
                 f"{at} has an allOf of {len(branches)}, which is not enforced; make them one schema"
             )
-        if whole == "oneOf" and not all_apart(branches, self._root):
+        if whole == "oneOf" and not self._comparison.all_apart(branches):
             raise unsupported(
                 f"{at} has a oneOf, and that no value is of two of its branches is enforced only of up to "
                 f"{MAX_BRANCHES} that differ in type, const, or the const of a property that all require; "
                 "use anyOf"
             )
-        self._waiting += [(branch, f"{path}/{whole}/{i}", None) for i, branch in enumerate(branches)]
+        self._waiting += [(branch, at.below(whole, i), None) for i, branch in enumerate(branches)]
 
-    def _follow(self, reference: Any, at: str) -> None:
+    def _follow(self, reference: Any, at: _Place) -> None:
         if not isinstance(reference, str) or reference in self._met:
             return
         if reference != "#" and not reference.startswith("#/"):
             raise unsupported(f"{at} has the $ref {reference}, and only those that begin with #/ are read")
         self._met.add(reference)
-        self._waiting.append((target(self._root, reference), reference, None))
+        place = _Place(self._where, ((), reference[2:]) if reference != "#" else ())
+        self._waiting.append((target(self._root, reference), place, None))
 
 
 def _beside(schema: Mapping[str, Any], keywords: Any) -> list[str]:
@@ -167,7 +190,7 @@ def _all_of(values: Any, types: list[str]) -> bool:
     return isinstance(values, list) and all(any(fits(value, of) for of in types) for value in values)
 
 
-def _check_string(schema: Mapping[str, Any], at: str) -> None:
+def _check_string(schema: Mapping[str, Any], at: _Place) -> None:
     read = _beside(schema, _OF["string"])
     if ("format" in read or "pattern" in read) and len(read) > 1:
         raise unsupported(f"{at} has {read[0]} beside {read[1]}, and one of them is enforced; leave one out")
@@ -180,7 +203,7 @@ def _check_string(schema: Mapping[str, Any], at: str) -> None:
         check_pattern(pattern, f"the pattern at {at}")
 
 
-def _check_object(schema: Mapping[str, Any], at: str) -> None:
+def _check_object(schema: Mapping[str, Any], at: _Place) -> None:
     named = schema.get("properties", {})
     required = schema.get("required", [])
     if isinstance(named, dict) and isinstance(required, list):
@@ -217,20 +240,20 @@ def _open(schema: Mapping[str, Any]) -> bool:
     return given is not False
 
 
-def _within(schema: Mapping[str, Any], of: str, path: str) -> Iterator[tuple[Any, str, str | None]]:
+def _within(schema: Mapping[str, Any], of: str, at: _Place) -> Iterator[tuple[Any, _Place, str | None]]:
     """The schemas in a schema of a type, as XGrammar reads them: where they are, and the type that they have
     where they give none."""
     if of == "object":
         for word in ("properties", "patternProperties"):
             if isinstance(schema.get(word), dict):
-                yield from ((each, f"{path}/{word}/{name}", None) for name, each in schema[word].items())
+                yield from ((each, at.below(word, name), None) for name, each in schema[word].items())
         for word in ("additionalProperties", "unevaluatedProperties"):
-            yield schema.get(word), f"{path}/{word}", None
-        yield schema.get("propertyNames"), f"{path}/propertyNames", "string"
+            yield schema.get(word), at.below(word), None
+        yield schema.get("propertyNames"), at.below("propertyNames"), "string"
     if of == "array":
         if isinstance(schema.get("prefixItems"), list):
             yield from (
-                (each, f"{path}/prefixItems/{i}", None) for i, each in enumerate(schema["prefixItems"])
+                (each, at.below("prefixItems", i), None) for i, each in enumerate(schema["prefixItems"])
             )
         for word in ("items", "unevaluatedItems"):
-            yield schema.get(word), f"{path}/{word}", None
+            yield schema.get(word), at.below(word), None

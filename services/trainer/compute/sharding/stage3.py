@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from services.common.worlds.sharding import Sharding
-from services.trainer.compute.exchange import COLLECTIVE_TIMEOUT
+from services.trainer.compute.exchange import wait_alike
 
 # Norms and biases stay on every rank: gathering them costs more than holding them.
 _WHOLE = 10_000
@@ -71,7 +71,7 @@ def share_replicas() -> None:
     def once(size: int) -> None:
         if groups._get_zero_param_intra_parallel_group() is None:
             make(size)
-            groups._get_zero_param_intra_parallel_group().set_timeout(COLLECTIVE_TIMEOUT)
+            wait_alike(groups._get_zero_param_intra_parallel_group())
 
     groups._create_zero_param_parallel_group = once
 

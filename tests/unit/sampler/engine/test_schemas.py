@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -13,6 +14,7 @@ import xgrammar
 from xgrammar.testing import _is_grammar_accept_string as admits
 
 from services.common.contract.errors import InvalidRequest
+from services.sampler.engine.grammars import apart
 from services.sampler.engine.grammars.schemas import check_schema
 
 WORD = {"type": "string", "pattern": "^[a-z]{1,3}$"}
@@ -161,6 +163,71 @@ def test_what_the_grammar_of_a_schema_that_passes_admits_the_schema_admits(schem
 def test_a_value_may_be_of_two_branches_unless_they_surely_differ(branches: list[Any]) -> None:
     with pytest.raises(InvalidRequest, match="use anyOf"):
         check_schema({"oneOf": branches})
+
+
+def recursive(names: list[str], reference: str) -> dict[str, Any]:
+    """An object that requires so many of what a reference names."""
+    properties = {name: {"$ref": reference} for name in names}
+    return {"type": "object", "properties": properties, "required": names}
+
+
+def test_two_schemas_that_refer_to_themselves_in_many_places_are_compared_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared = []
+    own = apart._listed
+
+    def listed(schema: Any, keyword: str) -> list[str]:
+        compared.append(schema)
+        return own(schema, keyword)
+
+    monkeypatch.setattr(apart, "_listed", listed)
+    names = [f"p{number}" for number in range(40)]
+    one, other = (recursive(names, f"#/$defs/{name}") for name in ("one", "other"))
+    branches = [{"$ref": "#/$defs/one"}, {"$ref": "#/$defs/other"}]
+    schema = {"anyOf": [{"oneOf": branches}] * 30, "$defs": {"one": one, "other": other}}
+    with pytest.raises(InvalidRequest, match="use anyOf"):
+        check_schema(schema)
+    # Of each depth once.
+    assert len(compared) == 8
+
+
+@pytest.mark.parametrize(
+    "branches",
+    [
+        [{"enum": [f"{number}-{value}" for value in range(20)]} for number in range(9)],
+        [
+            requiring(of("object", properties={"name": WORD, "kind": {"const": number}}), "name", "kind")
+            for number in range(9)
+        ],
+    ],
+    ids=["values", "properties"],
+)
+def test_so_much_is_compared_and_no_more(branches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    check_schema({"oneOf": branches})
+    monkeypatch.setattr(apart, "_MOST", 100)
+    with pytest.raises(InvalidRequest, match="use anyOf"):
+        check_schema({"oneOf": branches})
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"multipleOf": 2}, "# of the JSON Schema has multipleOf"),
+        (
+            of("object", properties={"a/b": {"anyOf": [{}, of("array", prefixItems=[{}, {"not": {}}])]}}),
+            "#/properties/a/b/anyOf/1/prefixItems/1 of the JSON Schema has not",
+        ),
+        (
+            {"$ref": "#/$defs/x", "$defs": {"x": of("array", items={"if": {}})}},
+            "#/$defs/x/items of the JSON Schema has if",
+        ),
+    ],
+    ids=["the root", "a path", "a reference"],
+)
+def test_it_says_where_what_is_not_enforced_stands(schema: Any, place: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(place)):
+        check_schema(schema)
 
 
 def test_what_says_nothing_of_the_values_in_question_passes() -> None:
