@@ -193,7 +193,7 @@ class Gateway:
         sessions = Sessions(stores.sessions, limits, redo_log, room)
         usage = UsageStore(client)
         use = SessionUse(usage, stores.sessions)
-        checkpoints = Checkpoints(stores.checkpoints, stores.models, self.files, limits)
+        checkpoints = Checkpoints(stores.checkpoints, stores.models, self.files, limits, redo_log)
         copies = Copies(
             stores,
             sessions,

@@ -2,6 +2,6 @@
 
 Invariant: nothing is removed that a session still answers from.
 
-Imported by training, sampling, retention, the application, the edges and the wiring; imports records and
-access.
+Imported by training, sampling, retention, the application, the edges and the wiring; imports records,
+access and cluster.
 """

@@ -18,6 +18,7 @@ from services.common.contract.errors import InvalidRequest, NotFound, Permission
 from services.common.process import clock
 from services.gateway.access.limits import Limits
 from services.gateway.checkpoints.files import CheckpointFiles
+from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.records.checkpoint import CheckpointPage, CheckpointRecord, CheckpointStore, key_of
 from services.gateway.records.listed import Cursor
 from services.gateway.records.model import ModelStore
@@ -31,24 +32,33 @@ class Checkpoints:
     """The checkpoints of all models."""
 
     def __init__(
-        self, store: CheckpointStore, models: ModelStore, files: CheckpointFiles, limits: Limits
+        self,
+        store: CheckpointStore,
+        models: ModelStore,
+        files: CheckpointFiles,
+        limits: Limits,
+        redo_log: RedoLog,
     ) -> None:
         self._store = store
         self._models = models
         self._files = files
         self._limits = limits
+        self._redo_log = redo_log
 
     async def readable(self, owner: str, model_id: str, checkpoint_id: str) -> CheckpointRecord:
         """A checkpoint of the caller's, or one that is published.
 
         Raises:
             NotFound: no such model or checkpoint, it expired, or it is somebody else's and not published.
+            Unavailable: Redis has just restarted, and may be without it.
         """
         model_owner = await self._owner_of(model_id)
         record = await self._store.get(model_id, ids.check_checkpoint_id(checkpoint_id))
         if model_owner != owner and not (record is not None and record.public):
             raise _no_run(model_id)
         if record is None:
+            # What a save came to is recorded again after a restart, as it is published again.
+            await self._redo_log.refuse_while_restoring()
             raise NotFound(f"{ids.tinker_path(model_id, checkpoint_id)} does not exist, or it expired")
         return record
 
@@ -215,6 +225,7 @@ class Checkpoints:
     async def _owner_of(self, model_id: str) -> str:
         record = await self._models.get(model_id) if ids.is_model_id(model_id) else None
         if record is None:
+            await self._redo_log.refuse_while_restoring()
             raise _no_run(model_id)
         return record.owner
 

@@ -3,6 +3,6 @@
 Invariant: a request is judged the same way while a trainer or sampler restarts, and what was acknowledged
 is written again when Redis comes back without it.
 
-Imported by dispatch, sessions, training, sampling, retention, the application, the edges and the wiring;
-imports no room.
+Imported by dispatch, sessions, training, sampling, checkpoints, retention, the application, the edges and the
+wiring; imports no room.
 """

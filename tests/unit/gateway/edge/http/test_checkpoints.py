@@ -11,10 +11,12 @@ from contextlib import suppress
 import pytest
 
 from services.common.contract import ids
+from services.common.contract.errors import Unavailable
 from services.common.state import keys
 from services.common.storage.base import Key
 from services.gateway.access.limits import Limits
 from services.gateway.records.checkpoint import CheckpointRecord
+from tests.unit.gateway.edge.http.batches import raising
 from tests.unit.gateway.edges import BOB, Edges, new_model, new_session
 from tests.unit.gateway.saved import CONTENT, SNAPSHOT_BYTES, expire, export, names, save, save_sampler, url
 
@@ -124,6 +126,26 @@ async def test_a_deleted_checkpoint_is_gone_and_its_name_free(edges: Edges) -> N
         assert (await client.delete(url(path))).status_code == 404
         await save(edges, client, model, 2, "a")
         assert await names(client) == ["weights/a"]
+
+
+async def test_a_checkpoint_that_is_missing_right_after_a_restart_of_redis_is_not_called_unknown(
+    edges: Edges, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its save came to may have been in the second that Redis lost, and is written down again."""
+    async with edges.http() as client:
+        model = await new_model(edges, client)
+        path = f"tinker://{model}/weights/a"
+        load = {"model_id": model, "path": path, "seq_id": 1, "optimizer": True}
+        with monkeypatch.context() as restarted:
+            restoring = raising(Unavailable("the state store has just restarted"))
+            restarted.setattr(edges.app.redo_log, "refuse_while_restoring", restoring)
+            assert (await client.post("weights_info", json={"tinker_path": path})).status_code == 503
+            assert (await client.post("load_weights", json=load)).status_code == 503
+            gone = {"tinker_path": "tinker://nobody:train:0/weights/a"}
+            assert (await client.post("weights_info", json=gone)).status_code == 503
+        await save(edges, client, model, 1, "a")
+        assert (await client.post("weights_info", json={"tinker_path": path})).status_code == 200
+        assert (await client.post("load_weights", json={**load, "seq_id": 2})).status_code == 200
 
 
 async def test_files_that_a_crash_left_behind_are_found(edges: Edges) -> None:
