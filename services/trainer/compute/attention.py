@@ -24,7 +24,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from services.trainer.compute.memory.transfer import on_device
 from services.trainer.compute.prefix.attention import Rules, attend_tree
-from services.trainer.compute.prefix.calls import Call, levels_of, of_itself, within
+from services.trainer.compute.prefix.calls import Call, levels_of, of_themselves, within_window
 from services.trainer.compute.prefix.flash import attend_pieces
 from services.trainer.compute.prefix.layout import Layout, TreeRun, Trees
 from services.trainer.compute.recurrent.chunks import Levels
@@ -119,11 +119,12 @@ class Sequences:
     def calls(self, window: int | None) -> tuple[Call, ...]:
         """Those of a kernel, made for the first layer that asks with this window (see `window_of`)."""
         if window not in self._calls:
+            device = str(self.offsets.device)
             if window is None or not self.trees:
-                own = of_itself(self.offsets, max(self.lengths))
-                self._calls[window] = (own, *self.levels)
+                own = of_themselves(self.lengths, self.offsets, device)
+                self._calls[window] = (*own, *self.levels)
             else:
-                self._calls[window] = within(window, self.lengths, self.trees, str(self.offsets.device))
+                self._calls[window] = within_window(window, self.lengths, self.trees, device)
         return self._calls[window]
 
     @cached_property

@@ -21,10 +21,15 @@ import torch
 from torch import Tensor
 
 from services.trainer.compute.memory.transfer import on_device
-from services.trainer.compute.prefix.layout import Place, Trees, tails
+from services.trainer.compute.prefix.layout import Place, Trees, tails, tokens_of
 
-MOST_KEYS = 1 << 14
-"""Many short answers to a long prompt would otherwise have as many copies of a window of it at once."""
+FEW_KEYS, MOST_KEYS = 1 << 11, 1 << 14
+"""That a call gathers: as many as there are tokens, so that it takes no more than one of sequences does, but
+not less and not more than these. Many short answers to a long prompt would otherwise have as many copies of a
+window of it at once."""
+MOST_PIECES = 256
+"""Of a causal call: the kernel's backward pass has sums for 128 tokens more of each, 2 MiB with 32 heads of
+128."""
 
 
 class Run(NamedTuple):
@@ -62,14 +67,21 @@ class Call:
         return self.queries, self.keys
 
 
-def of_itself(offsets: Tensor, longest: int) -> Call:
+def of_themselves(lengths: Sequence[int], offsets: Tensor, device: str) -> tuple[Call, ...]:
     """Every piece meets itself.
 
     Args:
-        offsets: as of `Run`.
+        offsets: as of `Run`, of all pieces.
     """
-    own = Run(offsets, longest)
-    return Call(slice(None), slice(None), own, own)
+    if len(lengths) <= MOST_PIECES:
+        own = Run(offsets, max(lengths))
+        return (Call(slice(None), slice(None), own, own),)
+    pieces, calls = list(pairwise(accumulate(lengths, initial=0))), []
+    for first in range(0, len(pieces), MOST_PIECES):
+        some = pieces[first : first + MOST_PIECES]
+        tokens, own = _tokens(some, device), _run(some, device)
+        calls.append(Call(tokens, tokens, own, own))
+    return tuple(calls)
 
 
 def levels_of(lengths: Sequence[int], trees: Trees, device: str) -> tuple[Call, ...]:
@@ -95,7 +107,7 @@ def _level(places: Sequence[tuple[int, int, int]], device: str) -> Call:
     )
 
 
-def within(
+def within_window(
     window: int, lengths: Sequence[int], trees: Trees, device: str, most_keys: int = MOST_KEYS
 ) -> tuple[Call, ...]:
     """Every piece meets what it sees through a window.
@@ -108,7 +120,7 @@ def within(
     seen = [[*above, own] for above, own in zip(tails(window - 1, lengths, trees), pieces, strict=True)]
     sizes = [sum(stop - start for start, stop in places) for places in seen]
     calls = []
-    for first, after in _batches(sizes, most_keys):
+    for first, after in _batches(sizes, min(most_keys, max(sum(lengths), FEW_KEYS))):
         asking = pieces[first:after]
         met = [place for places in seen[first:after] for place in places]
         keys = Run(_offsets(sizes[first:after], device), max(sizes[first:after]))
@@ -120,7 +132,7 @@ def _batches(sizes: Sequence[int], most: int) -> Iterator[Place]:
     """Neighbours that are gathered together."""
     first = total = 0
     for number, size in enumerate(sizes):
-        if total and total + size > most:
+        if total and (total + size > most or number - first == MOST_PIECES):
             yield first, number
             first, total = number, 0
         total += size
@@ -131,7 +143,7 @@ def _tokens(runs: Sequence[Place], device: str) -> Tensor | slice:
     """Those of runs. Where they are one, nothing has to be gathered."""
     if all(one[1] == next_[0] for one, next_ in pairwise(runs)):
         return slice(runs[0][0], runs[-1][1])
-    return on_device(torch.cat([torch.arange(*run) for run in runs]), device)
+    return on_device(tokens_of(runs), device)
 
 
 def _run(runs: Sequence[Place], device: str) -> Run:

@@ -118,8 +118,8 @@ def attend_pieces(
 
     Args:
         query: [T, heads, size]; `key` and `value`: [T, key heads, size].
-        calls: that make it up, those in which tokens meet others up to themselves first: `calls.of_itself`
-            and `calls.levels_of`, or with a window `calls.within` it.
+        calls: that make it up, those in which tokens meet others up to themselves first:
+            `calls.of_themselves` and `calls.levels_of`, or with a window `calls.within_window`.
         kernel: what computes calls; None: torch's.
         window: tokens that each sees, itself included; None: all before it.
         sinks: [heads], a score of each head that takes part and has no value.

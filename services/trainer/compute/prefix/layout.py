@@ -12,6 +12,8 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from services.trainer.order.prefixes import PrefixTree
 
@@ -60,6 +62,14 @@ def parents(pieces: int, trees: Trees) -> list[int]:
     return found
 
 
+def tokens_of(runs: Sequence[Place]) -> Tensor:
+    """Those of runs, one after the other: int64."""
+    starts, stops = torch.tensor(runs, dtype=torch.int64).view(-1, 2).T
+    sizes = stops - starts
+    first = starts - (sizes.cumsum(0) - sizes)
+    return torch.arange(int(sizes.sum())) + first.repeat_interleave(sizes)
+
+
 def tails(tokens: int, lengths: Sequence[int], trees: Trees) -> list[list[Place]]:
     """Of each piece of a flat batch the last tokens above it, so many or all, in their order."""
     above, starts = parents(len(lengths), trees), list(accumulate(lengths, initial=0))
@@ -67,7 +77,11 @@ def tails(tokens: int, lengths: Sequence[int], trees: Trees) -> list[list[Place]
     for piece in above:
         left, tail = tokens, list[Place]()
         while piece >= 0 and left > 0:
-            tail.append((max(starts[piece], starts[piece + 1] - left), starts[piece + 1]))
+            start, stop = max(starts[piece], starts[piece + 1] - left), starts[piece + 1]
+            # A run goes on in the one below it.
+            tail = (
+                [*tail[:-1], (start, tail[-1][1])] if tail and tail[-1][0] == stop else [*tail, (start, stop)]
+            )
             left -= lengths[piece]
             piece = above[piece]
         found.append(tail[::-1])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from services.trainer.compute.exchange import least
 from services.trainer.compute.prefix.attention import Rules, attend_tree
-from services.trainer.compute.prefix.calls import MOST_KEYS, levels_of, of_itself, within
+from services.trainer.compute.prefix.calls import MOST_KEYS, levels_of, of_themselves, within_window
 from services.trainer.compute.prefix.flash import FlashAttention, attend_pieces
 from services.trainer.compute.prefix.layout import TreeRun
 from services.trainer.compute.split.asked import Asked
@@ -77,21 +77,25 @@ def attends_to_trees(asked: Sequence[Asked], context_length: int, device: str) -
     if not asked:
         log.info("prefixes are not shared, as this architecture computes one sequence at a time")
         return False
+    if device == "cpu":
+        return True
+    return bool(least([int(_attends_here(asked, context_length, device))], device)[0])
+
+
+def _attends_here(asked: Sequence[Asked], context_length: int, device: str) -> bool:
+    """Whether they do on this rank."""
     if any(layer.recurrent and layer.kernel for layer in asked):
         log.info("prefixes are not shared, as a kernel of linear attention computes here that knows none")
         return False
-    if device == "cpu":
-        return True
     asked = [layer for layer in asked if not layer.recurrent]
     if not all(layer.kernel for layer in asked):
         log.info("prefixes are not shared, as no kernel of this device does all that a layer asks for")
         return False
     kinds = {(layer.shape, layer.sinks, layer.within(context_length).window is not None) for layer in asked}
-    mine = all(
+    return all(
         works(device, FlashAttention(), *shape, sinks=sinks, windows=windows)
         for shape, sinks, windows in sorted(kinds)
     )
-    return bool(least([int(mine)], device)[0])
 
 
 def works(
@@ -160,9 +164,9 @@ def _errors(device: str, kernel: FlashAttention, shape: tuple[int, int, int], ca
     firsts = accumulate((len(run.lengths) for run in case.trees), initial=0)
     trees = list(zip(firsts, case.trees, strict=False))
     if case.window is None:
-        calls = of_itself(ends, max(lengths)), *levels_of(lengths, trees, device)
+        calls = *of_themselves(lengths, ends, device), *levels_of(lengths, trees, device)
     else:
-        calls = within(case.window, lengths, trees, device, case.most_keys)
+        calls = within_window(case.window, lengths, trees, device, case.most_keys)
 
     def merged(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         return attend_pieces(query, key, value, calls, size**-0.5, kernel, window=case.window, sinks=sinks)

@@ -1,29 +1,32 @@
 """How the sequences of a flat batch are cut into chunks, for a recurrence that goes from chunk to chunk.
 
 What sequences share is a piece that others continue: its state at its end is the one that these begin with.
-So pieces are computed level by level, those of a level all at once.
+So pieces are computed level by level, those of a level that are cut alike all at once.
 
-Invariant: a chunk is of one piece. Of a level the first chunks of all pieces come first, then the second ones
-of those that have any, and so on; those of a piece stand at the same place among each.
+Invariant: a chunk is of one piece. The first chunks of all pieces come first, then the second ones of those
+that have any, and so on; those of a piece stand at the same place among each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from services.trainer.compute.memory.transfer import on_device
-from services.trainer.compute.prefix.layout import Trees, parents
+from services.trainer.compute.prefix.layout import Trees, parents, tokens_of
 
 LONGEST = 64
 """Tokens of a chunk, as the library's has; the sizes are this one and its halves."""
 _TOKEN, _PAIR, _STATE = 1536, 5, 2 * 128 * 128
 """Elements that are computed of each token of a chunk, of each pair of them, and of the state that goes on
 from one chunk to the next; of heads of 128, as models of these families have."""
+_SHORT, _WORTH = 16, 0.8
+"""Tokens of a short piece; and of what is computed of all, what short and long ones apart must come to."""
 
 
 @dataclass(frozen=True)
@@ -76,35 +79,36 @@ class Begins:
 
     Attributes:
         of: int64 [pieces], of each first chunk the state.
-        groups: of each state which first chunks begin with it, int64.
-        places: int64 [pieces], where each first chunk is among those of all groups, one after the other.
+        order: int64 [pieces], the first chunks, those that begin with one state after those with another.
+        counts: how many begin with each.
+        places: int64 [pieces], where each first chunk is in that order.
     """
 
     of: Tensor
-    groups: tuple[Tensor, ...]
+    order: Tensor
+    counts: tuple[int, ...]
     places: Tensor
 
     @classmethod
-    def with_(cls, of: Sequence[int], device: str) -> Begins:
-        """Of each first chunk the state."""
-        states = torch.tensor(of)
-        groups = [(states == state).nonzero()[:, 0] for state in range(int(states.max()) + 1)]
-        on = [on_device(each, device) for each in (states, torch.cat(groups).argsort(), *groups)]
-        return cls(on[0], tuple(on[2:]), on[1])
+    def grouped(cls, of: Sequence[int], states: int, device: str) -> Begins:
+        """Those of first chunks that each begin with one of so many states."""
+        found = torch.tensor(of)
+        order = found.argsort(stable=True)
+        on = [on_device(each, device) for each in (found, order, order.argsort())]
+        return cls(on[0], on[1], tuple(torch.bincount(found, minlength=states).tolist()), on[2])
 
 
 @dataclass(frozen=True)
-class Level:
-    """Pieces that have equally many above them.
+class Part:
+    """Pieces that have equally many above them, and are cut into chunks of one size.
 
     Attributes:
-        tokens: theirs in the flat batch, in order, int64; or all of them.
-        chunks: how they are cut.
-        begins: with which of the states that the level above leaves, in the order in which it does. None:
-            with a state of zero, as those of the first level do.
+        tokens: of all of them.
+        begins: with which of the states that the level above leaves; each of its parts leaves them in the
+            order in which pieces end. None: with a state of zero, as on the first level.
     """
 
-    tokens: Tensor | slice
+    tokens: int
     chunks: Chunks
     begins: Begins | None = None
 
@@ -114,31 +118,42 @@ class Levels:
     """The pieces of a flat batch of T tokens, from those that continue none on.
 
     Attributes:
-        places: int64 [T], where each token is among those of all levels, one after the other. None: there is
-            one level.
+        order: int64 [T], the tokens of all parts, one part after the other; None: as they come.
+        places: int64 [T], where each token is in that order.
     """
 
-    levels: tuple[Level, ...]
+    levels: tuple[tuple[Part, ...], ...]
+    order: Tensor | None = None
     places: Tensor | None = None
 
     @classmethod
     def of(cls, lengths: Sequence[int], trees: Trees, device: str) -> Levels:
         """Those of pieces of these lengths, one after the other."""
-        above, starts = parents(len(lengths), trees), list(accumulate(lengths, initial=0))
+        above, places = parents(len(lengths), trees), list(pairwise(accumulate(lengths, initial=0)))
         depths: list[int] = []
         for parent in above:
             depths.append(0 if parent < 0 else depths[parent] + 1)
-        continued, left = set(above), list[int]()
-        levels, tokens = [], []
-        for depth in range(max(depths) + 1):
-            own = [piece for piece, found in enumerate(depths) if found == depth]
-            chunks, order = _cut([(lengths[piece], piece in continued) for piece in own], device)
-            begins = Begins.with_([left.index(above[own[at]]) for at in order], device) if left else None
-            tokens.append(torch.cat([torch.arange(starts[piece], starts[piece + 1]) for piece in own]))
-            places = on_device(tokens[-1], device) if trees else slice(None)
-            levels.append(Level(places, chunks, begins))
-            left = [own[order[at]] for at in chunks.leaving]
-        return cls(tuple(levels), on_device(torch.cat(tokens).argsort(), device) if trees else None)
+        by_depth: list[list[int]] = [[] for _ in range(max(depths) + 1)]
+        for piece, depth in enumerate(depths):
+            by_depth[depth].append(piece)
+        continued, left, order = set(above), dict[int, int](), list[int]()
+        levels = []
+        for own in by_depth:
+            parts, leaving = [], dict[int, int]()
+            for pieces in alike(own, lengths):
+                chunks, first = _cut([(lengths[piece], piece in continued) for piece in pieces], device)
+                of = [left[above[pieces[at]]] for at in first] if left else []
+                begins = Begins.grouped(of, len(left), device) if left else None
+                parts.append(Part(sum(lengths[piece] for piece in pieces), chunks, begins))
+                order += pieces
+                for at in chunks.leaving:
+                    leaving[pieces[first[at]]] = len(leaving)
+            levels.append(tuple(parts))
+            left = leaving
+        if sum(len(level) for level in levels) == 1:
+            return cls(tuple(levels))
+        tokens = tokens_of([places[piece] for piece in order])
+        return cls(tuple(levels), on_device(tokens, device), on_device(tokens.argsort(), device))
 
 
 def _cut(pieces: Sequence[tuple[int, bool]], device: str) -> tuple[Chunks, list[int]]:
@@ -151,9 +166,8 @@ def _cut(pieces: Sequence[tuple[int, bool]], device: str) -> tuple[Chunks, list[
     order = (2 * numbers + continued).argsort(descending=True, stable=True)
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(order))
-    steps = torch.arange(int(numbers.max()))[:, None]
-    counts = (numbers > steps).sum(1)
-    leave = ((numbers == steps + 1) & continued).sum(1)
+    counts = numbers.bincount(minlength=1).flip(0).cumsum(0).flip(0)[1:]
+    leave = numbers[continued].bincount(minlength=len(counts) + 1)[1:]
     begins = counts.cumsum(0) - counts
     own = torch.arange(int(tokens.sum())) - (tokens.cumsum(0) - tokens).repeat_interleave(tokens)
     chunk = begins[own // size] + rank.repeat_interleave(tokens)
@@ -161,13 +175,31 @@ def _cut(pieces: Sequence[tuple[int, bool]], device: str) -> tuple[Chunks, list[
     return Chunks(size, tuple(counts.tolist()), tuple(leave.tolist()), places), order.tolist()
 
 
+def alike(pieces: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+    """Pieces that are cut into chunks of one size: short ones apart from long ones, where that is worth it.
+    One size for both would fill up the short ones, or have a state go on after every few tokens of the long
+    ones. Pure."""
+    short = [piece for piece in pieces if lengths[piece] <= _SHORT]
+    long = [piece for piece in pieces if lengths[piece] > _SHORT]
+    if not short or not long:
+        return [list(pieces)]
+    apart = sum(_least([lengths[piece] for piece in each])[0] for each in (short, long))
+    together = _least([lengths[piece] for piece in pieces])[0]
+    return [short, long] if apart < _WORTH * together else [list(pieces)]
+
+
 def size_for(lengths: Sequence[int]) -> int:
     """Tokens of a chunk, of which least is to be computed: long ones are filled up where sequences are short,
     and of short ones more states go on. Pure."""
+    return _least(lengths)[1]
+
+
+def _least(lengths: Sequence[int]) -> tuple[int, int]:
+    """Elements that are computed, and the size of a chunk with which these are the fewest."""
+    tokens = np.asarray(lengths)
 
     def elements(size: int) -> int:
-        chunks = [-(-length // size) for length in lengths]
-        tokens, going_on = size * sum(chunks), sum(chunks) - len(chunks)
-        return tokens * (_TOKEN + _PAIR * size) + going_on * _STATE
+        chunks = int((-(-tokens // size)).sum())
+        return size * chunks * (_TOKEN + _PAIR * size) + (chunks - len(tokens)) * _STATE
 
-    return min((LONGEST >> halved for halved in range(LONGEST.bit_length())), key=elements)
+    return min((elements(LONGEST >> halved), LONGEST >> halved) for halved in range(LONGEST.bit_length()))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.trainer.compute.memory.transfer import on_device
-from services.trainer.compute.prefix.layout import Trees, tails
+from services.trainer.compute.prefix.layout import Place, Trees, tails, tokens_of
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,11 @@ class Reach:
         if not trees:
             return cls(back, size, places)
         begins = (sizes.cumsum(0) - sizes + rooms).tolist()
-        again, before = list[Tensor](), list[Tensor]()
+        again, before = list[Place](), list[Place]()
         for begin, runs in zip(begins, tails(back, lengths, trees), strict=True):
-            tokens = torch.cat([torch.arange(0), *(torch.arange(*run) for run in runs)])
-            again.append(tokens)
-            before.append(torch.arange(begin - len(tokens), begin))
-        return cls(back, size, places, *(on_device(torch.cat(each), device) for each in (again, before)))
+            again += runs
+            before.append((begin - sum(stop - start for start, stop in runs), begin))
+        return cls(back, size, places, *(on_device(tokens_of(each), device) for each in (again, before)))
 
 
 def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, reach: Reach) -> Tensor:

@@ -17,14 +17,14 @@ Invariant: the state of each sequence begins as zero, and no token of another se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from services.trainer.compute.recurrent.chunks import Begins, Chunks, Level, Levels
+from services.trainer.compute.recurrent.chunks import Begins, Chunks, Levels, Part
 
 _NORM_EPSILON = 1e-6
 
@@ -50,13 +50,22 @@ def gated_delta_rule(
     if normed:
         query, key = _normed(query), _normed(key)
     query = query * scale
+    whole: Iterable[Tensor] = (query, key, value, decay, rate)
+    if levels.order is not None:
+        # Once for all parts: each would have a gradient of all tokens.
+        whole = [each.index_select(0, levels.order) for each in whole]
+    sizes = [part.tokens for level in levels.levels for part in level]
+    tokens = zip(*(each.split(sizes) for each in whole), strict=True)
     read: list[Tensor] = []
     states: Tensor | None = None
     for level in levels.levels:
-        own = (each[level.tokens] for each in (query, key, value, decay, rate))
-        begun = None if states is None or level.begins is None else _Begun(states, level.begins)
-        made, states = _Steps.of(level, *own).through(begun)
-        read.append(made)
+        left = []
+        for part in level:
+            begun = None if states is None or part.begins is None else _Begun(states, part.begins)
+            made, after = _Steps.of(part, *next(tokens)).through(begun)
+            read.append(made)
+            left += [] if after is None else [after]
+        states = torch.cat(left) if left else None
     return (read[0] if levels.places is None else torch.cat(read).index_select(0, levels.places)).to(given)
 
 
@@ -89,11 +98,13 @@ class _Begun(NamedTuple):
     begins: Begins
 
     def read_by(self, queries: Tensor) -> Tensor:
+        # All at once: each group would have a gradient of all queries.
+        groups = queries.index_select(0, self.begins.order).split(self.begins.counts)
         parts = []
-        for chunks, state in zip(self.begins.groups, self.states, strict=True):
-            asking = queries.index_select(0, chunks).transpose(0, 1)
-            made = asking.flatten(1, 2) @ state
-            parts.append(made.unflatten(1, (len(chunks), -1)).transpose(0, 1))
+        for asking, state in zip(groups, self.states, strict=True):
+            if count := len(asking):
+                made = asking.transpose(0, 1).flatten(1, 2) @ state
+                parts.append(made.unflatten(1, (count, -1)).transpose(0, 1))
         return torch.cat(parts).index_select(0, self.begins.places)
 
     def first(self, count: int) -> Tensor:
@@ -102,7 +113,7 @@ class _Begun(NamedTuple):
 
 @dataclass(frozen=True)
 class _Steps:
-    """What the chunks of each step of a level are computed from, [chunks, heads, ...] of each step.
+    """What the chunks of each step of a part are computed from, [chunks, heads, ...] of each step.
 
     Attributes:
         scores: of each token by each before it in its chunk, and itself.
@@ -111,7 +122,7 @@ class _Steps:
             `query`.
         query: each token's, for the state that the chunk finds.
         key: each token's, for the state that the chunk leaves, transposed.
-        left: [..., 1, 1], of the state that a chunk finds, what it leaves.
+        decay: [..., 1, 1], of the state that a chunk finds, what it leaves.
     """
 
     chunks: Chunks
@@ -120,14 +131,12 @@ class _Steps:
     read: Sequence[Tensor]
     query: Sequence[Tensor]
     key: Sequence[Tensor]
-    left: Sequence[Tensor]
+    decay: Sequence[Tensor]
 
     @classmethod
-    def of(
-        cls, level: Level, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor
-    ) -> _Steps:
-        """Of a level's tokens: queries, keys and so on, as they are used."""
-        chunks = level.chunks
+    def of(cls, part: Part, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor) -> _Steps:
+        """Of a part's tokens: queries, keys and so on, as they are used."""
+        chunks = part.chunks
         # [chunks, heads, size, ...] from here on; what fills up a chunk has keys, values and rates of zero.
         query, key, value = (chunks.cut(each) for each in (query, key, value))
         decayed = chunks.cut(decay).cumsum(-1)
@@ -141,7 +150,7 @@ class _Steps:
         scores = query @ key.mT * between
         written = _solved(system, value * rate)
         # The first chunks of the first level need not read a state of zero.
-        zero = chunks.counts[0] if level.begins is None else 0
+        zero = chunks.counts[0] if part.begins is None else 0
         reading = chunks.counts[0] - zero, *chunks.counts[1:]
         return cls(
             chunks,
@@ -150,11 +159,11 @@ class _Steps:
             read=_solved(system[zero:], (weighted * since)[zero:]).split(reading),
             query=(query * since)[zero:].split(reading),
             key=(key * until).mT.split(chunks.counts),
-            left=since[..., -1:, :].split(chunks.counts),
+            decay=since[..., -1:, :].split(chunks.counts),
         )
 
     def through(self, found: _Found | None) -> tuple[Tensor, Tensor | None]:
-        """What the tokens read, [tokens, heads, value size], and the states that the level leaves, if any.
+        """What the tokens read, [tokens, heads, value size], and the states that the part leaves, if any.
 
         Args:
             found: by the first chunks; None: states of zero.
@@ -171,7 +180,7 @@ class _Steps:
             if count := going + leaving:
                 states = self.key[step][:count] @ written[:count]
                 if found is not None:
-                    states = found.first(count) * self.left[step][:count] + states
+                    states = found.first(count) * self.decay[step][:count] + states
                 found = _Own(states[:going])
                 left.append(states[going:])
         return self.chunks.joined(torch.cat(read)), torch.cat(left) if any(self.chunks.leave) else None

@@ -28,6 +28,7 @@ from services.trainer.compute.recurrent.chunks import LONGEST
 from services.trainer.compute.recurrent.convolution import causal_convolution
 from services.trainer.compute.recurrent.delta_rule import gated_delta_rule
 from services.trainer.compute.split.asked import Asked
+from services.trainer.order.prefixes import BLOCK
 
 if TYPE_CHECKING:
     from services.trainer.compute.attention import Sequences
@@ -92,11 +93,11 @@ def kept_bytes(layer: Any, item: int) -> float:
     in float32 (`gated_delta_rule`), of all heads.
 
     Queries and keys are there as they came, at length 1 and decayed in two ways, values as they came and
-    corrected, and both as the system's solutions; of each chunk the state that it finds; and of each token
-    its row of five matrices of its chunk.
+    corrected, and both as the system's solutions; the state that a chunk finds, or that a piece leaves, which
+    may be of a block of shared tokens; and of each token its row of five matrices of its chunk.
     """
     keys, values = layer.head_k_dim, layer.head_v_dim
-    of_head = 8 * keys + 4 * values + keys * values / LONGEST + 5 * LONGEST
+    of_head = 8 * keys + 4 * values + keys * values / BLOCK + 5 * LONGEST
     return 3 * item * layer.conv_dim + 4 * layer.num_v_heads * of_head
 
 

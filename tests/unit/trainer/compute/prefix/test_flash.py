@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.trainer.compute import attention
 from services.trainer.compute.prefix import flash, trial
-from services.trainer.compute.prefix.calls import Run, levels_of, of_itself, within
+from services.trainer.compute.prefix.calls import Run, levels_of, of_themselves, within_window
 from services.trainer.compute.prefix.flash import FlashAttention, attend_pieces
 from services.trainer.compute.prefix.layout import TreeRun, lay_out
 from services.trainer.compute.prefix.trial import attends_to_trees, works
@@ -67,7 +67,7 @@ def test_what_is_below_pieces_meets_them_level_by_level() -> None:
 def test_through_a_window_a_piece_meets_the_end_of_what_is_above_it(window: int, most_keys: int) -> None:
     asked: list[int] = []
     met = torch.zeros(sum(LENGTHS), sum(LENGTHS), dtype=torch.bool)
-    for call in within(window, LENGTHS, TREES, "cpu", most_keys):
+    for call in within_window(window, LENGTHS, TREES, "cpu", most_keys):
         places = torch.arange(sum(LENGTHS))
         ends = zip(*(pairwise(run.offsets.tolist()) for run in call.runs), strict=True)
         assert call.causal
@@ -95,9 +95,9 @@ def test_calls_together_are_attention_over_the_whole_tree_and_so_is_their_gradie
     key, value = (torch.randn(total, 2, 8, generator=generator) for _ in range(2))
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     if window is None:
-        calls = of_itself(offsets, max(LENGTHS)), *levels_of(LENGTHS, TREES, "cpu")
+        calls = *of_themselves(LENGTHS, offsets, "cpu"), *levels_of(LENGTHS, TREES, "cpu")
     else:
-        calls = within(window, LENGTHS, TREES, "cpu", 20)
+        calls = within_window(window, LENGTHS, TREES, "cpu", 20)
 
     ours, plain = ([each.clone().requires_grad_() for each in (query, key, value)] for _ in range(2))
     made = attend_pieces(*ours, calls, scale, Plain(), window=window)
@@ -189,8 +189,22 @@ def test_on_a_cpu_every_flat_model_attends_to_trees(asked: list[Asked], shares: 
     assert attends_to_trees(asked, 512, "cpu") == shares
 
 
-def test_on_a_gpu_one_layer_without_a_kernel_is_enough_for_none_to() -> None:
-    assert not attends_to_trees([layer(), layer(kernel=False)], 512, "cuda")
+@pytest.mark.parametrize("other", [layer(kernel=False), recurrent(kernel=True)])
+def test_on_a_gpu_one_layer_that_a_rank_cannot_have_is_enough_for_no_rank_to(
+    other: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    def least(numbers: list[int], device: str) -> list[int]:
+        told.append(numbers)
+        return [0]
+
+    monkeypatch.setattr(trial, "works", lambda *_, **__: True)
+    monkeypatch.setattr(trial, "least", least)
+    # Another rank may have another image, and whatever a rank finds, it tells.
+    assert not attends_to_trees([layer(), other], 512, "cuda")
+    assert not attends_to_trees([layer()], 512, "cuda")
+    assert told == [[0], [1]]
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["by tensors", "by a kernel"])

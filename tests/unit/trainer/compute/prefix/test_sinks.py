@@ -13,7 +13,7 @@ from torch import Tensor
 from services.trainer.compute import attention
 from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, register
 from services.trainer.compute.prefix import flash, trial
-from services.trainer.compute.prefix.calls import Call, levels_of, of_itself, within
+from services.trainer.compute.prefix.calls import Call, levels_of, of_themselves, within_window
 from services.trainer.compute.prefix.flash import attend_pieces
 from services.trainer.compute.prefix.layout import TreeRun, lay_out
 from services.trainer.compute.prefix.trial import attends_to_trees, works, works_with_sinks
@@ -56,9 +56,9 @@ class LogarithmsOfTwo(Plain):
 def calls_for(window: int | None, tree: bool) -> list[Call]:
     trees = TREE if tree else []
     if window is not None:
-        return list(within(window, LENGTHS, trees, "cpu", 20))
+        return list(within_window(window, LENGTHS, trees, "cpu", 20))
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    return [of_itself(offsets, max(LENGTHS)), *levels_of(LENGTHS, trees, "cpu")]
+    return [*of_themselves(LENGTHS, offsets, "cpu"), *levels_of(LENGTHS, trees, "cpu")]
 
 
 def seen_by(window: int | None, tree: bool) -> Tensor:
@@ -105,11 +105,11 @@ def test_merged_sinks_are_attention_with_them_and_so_is_their_gradient(
 
 def test_sinks_that_are_frozen_get_no_gradient_and_the_others_theirs() -> None:
     leaves = [torch.randn(6, 2, 8, requires_grad=True) for _ in range(3)]
-    own = of_itself(torch.tensor([0, 6], dtype=torch.int32), 6)
+    own = of_themselves([6], torch.tensor([0, 6], dtype=torch.int32), "cpu")
     found = []
     for frozen in (True, False):
         sinks = torch.ones(2, requires_grad=not frozen)
-        made = attend_pieces(*leaves, [own], 0.3, Plain(), sinks=sinks)
+        made = attend_pieces(*leaves, own, 0.3, Plain(), sinks=sinks)
         found.append(torch.autograd.grad(made.square().sum(), leaves, retain_graph=True))
         made.sum().backward()
         assert (sinks.grad is None) == frozen

@@ -8,12 +8,14 @@ from inspect import unwrap
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.trainer.compute.prefix.layout import TreeRun, Trees, parents
-from services.trainer.compute.recurrent.chunks import LONGEST, Chunks, Levels, size_for
+from services.trainer.compute.recurrent.chunks import LONGEST, Chunks, Levels, alike, size_for
 from services.trainer.compute.recurrent.convolution import Reach, causal_convolution
 from services.trainer.compute.recurrent.delta_rule import gated_delta_rule
 from services.trainer.compute.recurrent.layers import CONVOLUTION, RULE
@@ -124,12 +126,76 @@ def test_the_rule_goes_on_where_what_a_piece_continues_ends(
 
 
 def test_only_a_state_that_is_continued_is_left() -> None:
-    levels = Levels.of(*NESTED, "cpu").levels
-    assert [sum(level.chunks.leave) for level in levels] == [2, 2, 2, 0]
-    groups = [[len(group) for group in level.begins.groups] if level.begins else [] for level in levels]
-    assert groups == [[], [2, 2], [2, 2], [1, 1]]
-    first, lengths = levels[0].tokens, torch.tensor(NESTED[0])
-    assert isinstance(first, Tensor) and len(first) == int(lengths[[0, 1, 10, 11, 14]].sum())
+    found = Levels.of(*NESTED, "cpu")
+    assert [sum(sum(part.chunks.leave) for part in level) for level in found.levels] == [2, 2, 2, 0]
+    begun = [[part.begins.counts for part in level if part.begins] for level in found.levels]
+    assert [np.sum(counts, axis=0).tolist() for counts in begun if counts] == [[2, 2], [2, 2], [1, 1]]
+    lengths = torch.tensor(NESTED[0])
+    assert sum(part.tokens for part in found.levels[0]) == int(lengths[[0, 1, 10, 11, 14]].sum())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parts"),
+    [
+        ((*(1,) * 60, 1000), [tuple(range(60)), (60,)]),
+        ((1000, *(16, 3) * 40, 800), [tuple(range(1, 81)), (0, 81)]),
+        ((17, 1000), [(0, 1)]),
+        ((3, 7), [(0, 1)]),
+        ((1, 1, 1000), [(0, 1, 2)]),
+    ],
+    ids=["short ones beside a long one", "mixed", "none is short", "all are short", "hardly worth it"],
+)
+def test_short_pieces_are_cut_by_themselves_where_that_is_worth_it(
+    lengths: tuple[int, ...], parts: list[tuple[int, ...]]
+) -> None:
+    assert [tuple(each) for each in alike(range(len(lengths)), lengths)] == parts
+    found = Levels.of(lengths, (), "cpu")
+    ((*made,),) = found.levels
+    assert [part.tokens for part in made] == [sum(lengths[piece] for piece in each) for each in parts]
+    if len(parts) == 1:
+        assert found.order is None and found.places is None
+
+
+def chain(pieces: int) -> tuple[tuple[int, ...], Trees]:
+    """Each continues the one before."""
+    return (16,) * pieces, [(0, TreeRun((16,) * pieces, tuple(range(-1, pieces - 1))))]
+
+
+def groups(count: int) -> tuple[tuple[int, ...], Trees]:
+    """Prompts with two answers each."""
+    tree = TreeRun((16, 16, 16), (-1, 0, 0))
+    return (16,) * (3 * count), [(3 * number, tree) for number in range(count)]
+
+
+@pytest.mark.parametrize("of", [chain, groups])
+def test_twice_as_many_pieces_cost_twice_as_much_and_no_more(
+    of: Callable[[int], tuple[tuple[int, ...], Trees]],
+) -> None:
+    """Forward and backward, in elements that are made."""
+    made = []
+    for count in (24, 48):
+        lengths, trees = of(count)
+        levels, tokens = Levels.of(lengths, trees, "cpu"), sum(lengths)
+        given = [each.requires_grad_() for each in drawn(*[(tokens, 1, 8)] * 3, (tokens, 1), (tokens, 1))]
+        with Elements() as elements:
+            gated_delta_rule(*_signed(*given), levels, normed=True).sum().backward()
+        made.append(elements.count)
+    assert made[1] < 2.2 * made[0]
+
+
+class Elements(TorchDispatchMode):
+    """Those of all tensors that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            results = found if isinstance(found, tuple | list) else (found,)
+            self.count += sum(each.numel() for each in results if isinstance(each, Tensor))
+        return found
 
 
 def test_no_state_is_copied_for_those_who_only_read_it() -> None:
@@ -167,8 +233,8 @@ def test_keys_that_are_not_to_be_of_length_1_stay_as_long_as_they_are() -> None:
 
 def chunks_of(lengths: tuple[int, ...]) -> Chunks:
     """Of sequences that share nothing."""
-    (level,) = Levels.of(lengths, (), "cpu").levels
-    return level.chunks
+    (((part,),),) = (Levels.of(lengths, (), "cpu").levels,)
+    return part.chunks
 
 
 def rule_comes_to_the_same(family: str, lengths: tuple[int, ...], *, normed: bool) -> None:
