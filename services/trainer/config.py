@@ -233,7 +233,7 @@ def parse(argv: list[str]) -> TrainerConfig:
     except InvalidRequest as error:
         parser.error(f"--checkpoint-store: {error.message}")
     prefetch = args.zero_prefetch_elements
-    if prefetch != "auto" and not prefetch.isdigit():
+    if prefetch != "auto" and not prefetch.isdecimal():
         parser.error(f"--zero-prefetch-elements must be auto or a whole number, not {prefetch!r}")
     if args.zero_replica_ranks < 1:
         parser.error(f"--zero-replica-ranks must be at least 1, not {args.zero_replica_ranks}")

@@ -154,18 +154,18 @@ def test_the_sampler_understands_its_command_line_and_advertises_the_address_of_
         "modelRunner": "v1",
         "tensorParallelSize": 2,
         "pipelineParallelSize": 3,
-        "kvCacheGiB": 0.5,
         "snapshotCacheGiB": 1,
         "drainSeconds": 30,
     }
     values = {"gpuMemoryUtilization": 0.5, "maxLoraRank": 128, "quantization": "fp8_per_block", **sizes}
     (sampler,) = workloads(render({"sampler": values, "device": "cuda"}), "sampler")
     settings = config.parse(arguments(sampler))
-    (drafting,) = workloads(render({"sampler": {"speculativeNgramTokens": 4}}), "sampler")
+    (drafting,) = workloads(render({"sampler": {"speculativeNgramTokens": 4, "kvCacheGiB": 0.5}}), "sampler")
     assert config.parse(arguments(drafting)).speculative_ngram_tokens == 4
+    assert config.parse(arguments(drafting)).kv_cache_gib == 0.5
     assert (settings.id, settings.host, settings.advertise_host) == ("a-pod-0", "0.0.0.0", "10.1.2.3")
     assert (settings.gpu_memory_utilization, settings.max_lora_rank) == (0.5, 128)
-    assert (settings.max_context, settings.max_sequences, settings.kv_cache_gib) == (4096, 7, 0.5)
+    assert (settings.max_context, settings.max_sequences, settings.kv_cache_gib) == (4096, 7, 0)
     assert (settings.head_dtype, settings.quantization) == ("float32", "fp8_per_block")
     assert settings.model_runner == "v1"
     assert not settings.routed_experts

@@ -97,6 +97,7 @@ def test_a_value_that_cannot_work_is_refused_by_the_schema(values: dict[str, Any
             "redis.maxmemory 4gb is not below redis.resources.limits.memory 4Gi",
         ),
         ({"sampler": {"kvCacheDtype": "fp8"}}, "sampler.kvCacheDtype fp8 is for device cuda"),
+        ({"sampler": {"kvCacheGiB": 2}, "device": "cuda"}, "sampler.kvCacheGiB 2 is for device cpu"),
         (
             {"sampler": {"quantization": "fp8_per_block"}},
             "sampler.quantization fp8_per_block is for device cuda",

@@ -6,6 +6,7 @@ Pure, but for whether files are there.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 
 from services.common.contract.errors import InvalidRequest
@@ -15,6 +16,12 @@ from services.launcher import plan
 
 LEAST_SHARE = 0.05
 """Of a GPU's memory, for a trainer."""
+_OF_SAMPLERS = (
+    *("sampler_tp", "sampler_pp", "sampler_memory", "kv_cache_gib", "max_loras", "max_sequences"),
+    *("max_batched_tokens", "kv_cache_dtype", "head_dtype", "quantization", "model_runner"),
+    *("speculative_ngram_tokens", "routed_experts", "enforce_eager"),
+)
+"""Options of samplers and of nothing else."""
 
 
 def mistakes(options: plan.Options, addresses: Mapping[str, list[str]]) -> list[str]:
@@ -45,6 +52,8 @@ def mistakes(options: plan.Options, addresses: Mapping[str, list[str]]) -> list[
     )
     found += sharding.mistakes(shared, options.zero_stage, options.trainer_ranks * options.trainer_nodes)
     found += _of_nodes(options, addresses)
+    if not options.samplers:
+        found += _of_no_sampler(options)
     if options.port == options.grpc_port:
         found.append("--port and --grpc-port must differ")
     taken = [listener.port for listener in plan.listeners(options) if listener.flag == "--metrics-port"]
@@ -95,6 +104,13 @@ def mistakes(options: plan.Options, addresses: Mapping[str, list[str]]) -> list[
         if not found:
             found += _of_shares(options)
     return found
+
+
+def _of_no_sampler(options: plan.Options) -> list[str]:
+    """What is given for samplers that there are none of."""
+    unset = {each.name: each.default for each in fields(plan.Options)}
+    given = [name for name in _OF_SAMPLERS if getattr(options, name) != unset[name]]
+    return [f"--{name.replace('_', '-')} is for samplers, and --samplers is 0: leave it out" for name in given]
 
 
 def _of_shares(options: plan.Options) -> list[str]:

@@ -95,6 +95,9 @@
 {{- if and (eq .settings.kvCacheDtype "fp8") (ne .root.Values.device "cuda") -}}
 {{- fail (printf "model %q: sampler.kvCacheDtype fp8 is for device cuda: leave it at auto" .model.name) -}}
 {{- end -}}
+{{- if and (gt (.settings.kvCacheGiB | float64) 0.0) (eq .root.Values.device "cuda") -}}
+{{- fail (printf "model %q: sampler.kvCacheGiB %v is for device cpu, and on cuda sampler.gpuMemoryUtilization says what keys and values have: leave it at 0" .model.name .settings.kvCacheGiB) -}}
+{{- end -}}
 {{- if and (ne .settings.quantization "auto") (ne .root.Values.device "cuda") -}}
 {{- fail (printf "model %q: sampler.quantization %s is for device cuda: leave it at auto" .model.name .settings.quantization) -}}
 {{- end -}}

@@ -18,3 +18,14 @@ def test_experts_are_told_in_one_stage_and_on_gpus_by_the_v2_model_runner(tmp_pa
     assert mistakes(options(tmp_path, **gpus, model_runner="v1")) == [
         "--routed-experts on GPUs needs --model-runner v2: leave one of them out"
     ]
+
+
+def test_what_is_of_samplers_alone_is_refused_where_there_are_none(tmp_path: Path) -> None:
+    found = mistakes(
+        options(tmp_path, samplers=0, max_sequences=8, enforce_eager="yes", speculative_ngram_tokens=2)
+    )
+    assert found == [
+        f"{flag} is for samplers, and --samplers is 0: leave it out"
+        for flag in ("--max-sequences", "--speculative-ngram-tokens", "--enforce-eager")
+    ]
+    assert mistakes(options(tmp_path, samplers=0)) == []
