@@ -110,7 +110,9 @@ def _of_no_sampler(options: plan.Options) -> list[str]:
     """What is given for samplers that there are none of."""
     unset = {each.name: each.default for each in fields(plan.Options)}
     given = [name for name in _OF_SAMPLERS if getattr(options, name) != unset[name]]
-    return [f"--{name.replace('_', '-')} is for samplers, and --samplers is 0: leave it out" for name in given]
+    return [
+        f"--{name.replace('_', '-')} is for samplers, and --samplers is 0: leave it out" for name in given
+    ]
 
 
 def _of_shares(options: plan.Options) -> list[str]:

@@ -126,7 +126,10 @@ class LoraTenant:
             self.loads = [load - part for load, part in zip(self.loads, dealt, strict=True)]
 
     def close_before(self, seq_id: int) -> None:
-        """Operations before `seq_id` are complete: their gradients join the total."""
+        """Operations before `seq_id` are complete: their gradients join the total, and nobody asks any more
+        why one failed."""
+        for done in [number for number in self._failures if number < seq_id]:
+            del self._failures[done]
         for done in sorted(number for number in self._open if number < seq_id):
             begun = self._open.pop(done)
             self._dealt.pop(done, None)

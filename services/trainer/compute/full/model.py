@@ -135,7 +135,9 @@ class FullModel:
             raise RuntimeError(f"operation {seq_id} failed with its gradient begun: {failure.message}")
 
     def close_before(self, seq_id: int) -> None:
-        """Nothing: gradients are in the sum already."""
+        """See `LoraTenant.close_before`; gradients are in the sum already."""
+        for done in [number for number in self._failures if number < seq_id]:
+            del self._failures[done]
 
     def clear_gradient(self) -> None:
         if self._begun:

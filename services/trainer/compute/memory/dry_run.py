@@ -32,6 +32,7 @@ from services.trainer.compute.memory.capacity import (
 from services.trainer.compute.memory.failures import OUT_OF_MEMORY
 from services.trainer.compute.memory.machine import own_memory
 from services.trainer.compute.memory.use import largest_pass_bytes
+from services.trainer.order.prefixes import BLOCK
 
 if TYPE_CHECKING:
     from services.trainer.compute.engine import Engine
@@ -44,6 +45,12 @@ FEW, MANY = 256, 2048
 LEAST = 128
 """Tokens; of fewer nothing is learned."""
 
+
+ANSWER = 32
+"""Tokens of each answer to one prompt."""
+
+Work = Callable[[int, int], tuple[list[Row], int]]
+"""What a rank is given of an operation: which rank, and about how many tokens; and how many it computes."""
 
 _PERIOD = 4
 """Blocks after which their kinds come again: in some models each fourth is of another one."""
@@ -100,18 +107,25 @@ def measured(engine: Engine, peak: Callable[[Callable[[], None]], int], *, keeps
     Args:
         keeps_blocks: also what a token adds in a block that keeps its activations; 0 where too few fit.
     """
-    found = engine.footprint
-    token = token_bytes(engine, peak)
+    found, work = engine.footprint, one_sequence
+    token = token_bytes(engine, peak, work)
     if token is None:
         log.warning("what a token takes could not be measured; arithmetic says it")
         return replace(found, block=0.0)
+    if engine.shares_prefixes and engine.context_length >= LEAST:
+        # Sums are in float32 there, and states go on in several sequences.
+        shared = token_bytes(engine, peak, answers)
+        if shared is not None and shared > token:
+            token, work = shared, answers
     found = replace(found, token=token)
     if keeps_blocks and found.block:
-        found = replace(found, block=_block_bytes(engine, peak, token))
+        found = replace(found, block=_block_bytes(engine, peak, token, work))
     return found
 
 
-def _block_bytes(engine: Engine, peak: Callable[[Callable[[], None]], int], token: float) -> float:
+def _block_bytes(
+    engine: Engine, peak: Callable[[Callable[[], None]], int], token: float, work: Work
+) -> float:
     blocks = engine.blocks
     if blocks is None or blocks.count < 2:
         return 0.0
@@ -121,7 +135,7 @@ def _block_bytes(engine: Engine, peak: Callable[[Callable[[], None]], int], toke
     try:
         for kept in sorted({few, many} - taken.keys()):
             blocks.kept = kept
-            more = token_bytes(engine, peak)
+            more = token_bytes(engine, peak, work)
             if more is None:
                 log.warning("no block keeps its activations: a pass in which some do does not fit")
                 return 0.0
@@ -131,11 +145,12 @@ def _block_bytes(engine: Engine, peak: Callable[[Callable[[], None]], int], toke
     return max(1.0, (taken[many] - taken[few]) / (many - few))
 
 
-def token_bytes(engine: Engine, peak: Callable[[Callable[[], None]], int]) -> float | None:
+def token_bytes(engine: Engine, peak: Callable[[Callable[[], None]], int], work: Work) -> float | None:
     """Bytes that each token of a micro-batch takes until its backward pass is done; None: too few fit.
 
     Args:
         peak: the most memory that was in use while a call ran, in bytes.
+        work: what is computed.
 
     Raises:
         Internal: it could not be computed, for another reason than memory.
@@ -147,8 +162,9 @@ def token_bytes(engine: Engine, peak: Callable[[Callable[[], None]], int]) -> fl
         engine.create_model(MODEL_ID, engine.sizes.largest_adapter(rank=8))
         try:
             # The first time allocates what stays.
-            _, less, more = (peak(partial(_run, engine, tokens)) for tokens in (few, few, many))
-            return max(1.0, (more - less) / max(1, many - few))
+            _, less, more = (peak(partial(_run, engine, work, tokens)) for tokens in (few, few, many))
+            computed = work(0, many)[1] - work(0, few)[1]
+            return max(1.0, (more - less) / max(1, computed))
         except _DoesNotFit:
             log.warning("at the start a pass of %d tokens did not fit", many)
         finally:
@@ -166,18 +182,33 @@ def peak_of_cuda(run: Callable[[], None]) -> int:
     return torch.cuda.max_memory_allocated()
 
 
-def _run(engine: Engine, tokens: int) -> None:
-    """A forward_backward of one sequence for each rank.
+def one_sequence(rank: int, tokens: int) -> tuple[list[Row], int]:
+    """One for each rank."""
+    return [_row(rank, np.zeros(tokens, dtype="<i4"))], tokens
+
+
+def answers(rank: int, tokens: int) -> tuple[list[Row], int]:
+    """Answers to one prompt, which is half of all."""
+    prompt = tokens // 2 // BLOCK * BLOCK
+    count = max(2, (tokens - prompt) // ANSWER)
+    rows = []
+    for number in range(count):
+        ids = np.zeros(prompt + ANSWER, dtype="<i4")
+        ids[prompt] = number
+        rows.append(_row(rank * count + number, ids))
+    return rows, prompt + count * ANSWER
+
+
+def _run(engine: Engine, work: Work, tokens: int) -> None:
+    """A forward_backward of a micro-batch for each rank.
 
     Raises:
         _DoesNotFit, Internal: on all ranks alike.
     """
-    work = Pass(
-        [PassOp(MODEL_ID, tokens, "cross_entropy")],
-        [MicroBatch([_row(rank, tokens)]) for rank in range(engine.world_size)],
-    )
+    batches = [MicroBatch(work(rank, tokens)[0]) for rank in range(engine.world_size)]
+    given = Pass([PassOp(MODEL_ID, tokens, "cross_entropy")], batches)
     # Only rank 0 is told what became of the rows.
-    failed = [result.failure for result in engine.run_pass(work) if result.failure is not None]
+    failed = [result.failure for result in engine.run_pass(given) if result.failure is not None]
     full = [failure.code == OUT_OF_MEMORY for failure in failed]
     broken, does_not_fit = any_rank([not all(full), any(full)], engine.device)
     if broken:
@@ -187,10 +218,9 @@ def _run(engine: Engine, tokens: int) -> None:
         raise _DoesNotFit
 
 
-def _row(index: int, tokens: int) -> Row:
-    ids = np.zeros(tokens, dtype="<i4")
+def _row(index: int, ids: np.ndarray) -> Row:
     inputs = {
-        "target_tokens": from_values(np.zeros(tokens, dtype="<i8")),
-        "weights": from_values(np.ones(tokens, dtype="<f4")),
+        "target_tokens": from_values(np.zeros(len(ids), dtype="<i8")),
+        "weights": from_values(np.ones(len(ids), dtype="<f4")),
     }
     return Row(0, index, ids.tobytes(), inputs)

@@ -10,7 +10,7 @@ import numpy as np
 from services.common.contract.errors import TinsmithError
 from services.trainer.compute.data import AdamSpec, LoraSpec, ModelState
 from services.trainer.compute.engine import Engine
-from services.trainer.compute.memory.dry_run import find_capacity, token_bytes
+from services.trainer.compute.memory.dry_run import find_capacity, one_sequence, token_bytes
 from tests.component.engine.data import ADAM, ce_row, op, trained_looking, with_input, work
 
 ROWS = [ce_row(1, 20), ce_row(2, 7), ce_row(3, 12, columns=2)]
@@ -65,7 +65,7 @@ def played(engine: Engine, together: bool) -> tuple[dict[str, ModelState], Playe
 def scenario(engine: Engine) -> Report:
     # Rank 0 has the least memory.
     found = find_capacity(engine, (engine._rank + 1) * GIB, 1024)
-    token_bytes(engine, no_peak)
+    token_bytes(engine, no_peak, one_sequence)
     left = list(engine._tenants)
     initial, together = played(engine, together=True)
     _, alone = played(engine, together=False)

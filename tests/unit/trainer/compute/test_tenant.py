@@ -50,6 +50,14 @@ def test_a_failed_operation_takes_nothing_of_others_with_it(tenant: LoraTenant) 
     assert tenant.loads == [5, 0, 0]
 
 
+def test_why_an_operation_failed_is_known_until_it_is_complete(tenant: LoraTenant) -> None:
+    failure = Failure("user", "bad", "it failed")
+    for seq_id in (3, 4):
+        tenant.fail(seq_id, failure)
+        tenant.close_before(seq_id)
+    assert tenant.failure(3) is None and tenant.failure(4) is failure
+
+
 def test_the_gradient_of_an_operation_counts_once_something_was_added(tenant: LoraTenant) -> None:
     for seq_id, value in ((1, torch.nan), (2, 2.0), (3, torch.nan), (4, 5.0)):
         tenant.begin(seq_id)

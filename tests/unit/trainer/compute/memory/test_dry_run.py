@@ -14,7 +14,8 @@ from services.trainer.compute.blocks.checkpointing import Blocks
 from services.trainer.compute.data import Failure, LoraSpec, Pass, RowResult
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.memory.capacity import Footprint
-from services.trainer.compute.memory.dry_run import measured, token_bytes
+from services.trainer.compute.memory.dry_run import LEAST, answers, measured, one_sequence, token_bytes
+from services.trainer.order.prefixes import prefix_tree
 
 
 @dataclass
@@ -25,7 +26,8 @@ class Rank:
     Attributes:
         fits_kept: where blocks keep theirs.
         kinds: what blocks add, one after the other and again, to the last one.
-        tried: lengths of the sequences it was given.
+        tried: tokens that it computed.
+        of_shared: bytes that a token takes where sequences share some.
         code: of the failure of those that are longer than `fits`.
     """
 
@@ -37,6 +39,9 @@ class Rank:
     world_size: int = 1
     device: str = "cpu"
     tried: list[int] = field(default_factory=list)
+    shares_prefixes: bool = False
+    of_shared: int = 1000
+    token: int = 1000
     models: list[str] = field(default_factory=list)
     blocks: Blocks | None = None
     footprint: Footprint = field(default_factory=lambda: Footprint(weights=1, token=400, block=200))
@@ -55,7 +60,12 @@ class Rank:
         self.models.remove(model_id)
 
     def run_pass(self, work: Pass) -> list[RowResult]:
-        self.tried.append(work.micro_batches[0].rows[0].length)
+        rows = work.micro_batches[0].rows
+        assert len(
+            {row.index for batch in work.micro_batches for row in batch.rows}
+        ) == self.world_size * len(rows)
+        self.token = self.of_shared if len(rows) > 1 else 1000
+        self.tried.append(prefix_tree([row.tokens for row in rows]).tokens)
         if self.tried[-1] > (self.fits_kept if self.kept else self.fits):
             return [RowResult(0, 0, failure=Failure("server", self.code, "it failed"))]
         return [RowResult(0, 0)]
@@ -63,14 +73,14 @@ class Rank:
     def peak(self, run: Callable[[], None]) -> int:
         run()
         last = [self.kinds[-1 - number % len(self.kinds)] for number in range(self.kept)]
-        return 5000 + (1000 + max(sum(last) - max(self.kinds), 0)) * self.tried[-1]
+        return 5000 + (self.token + max(sum(last) - max(self.kinds), 0)) * self.tried[-1]
 
     @property
     def kept(self) -> int:
         return 0 if self.blocks is None else self.blocks.kept
 
     def token_bytes(self) -> float | None:
-        return token_bytes(cast(Engine, self), self.peak)
+        return token_bytes(cast(Engine, self), self.peak, one_sequence)
 
     def measured(self, keeps_blocks: bool = True) -> tuple[float, float]:
         found = measured(cast(Engine, self), self.peak, keeps_blocks=keeps_blocks)
@@ -153,3 +163,25 @@ def test_where_all_blocks_compute_again_it_is_not_measured() -> None:
     rank = Rank(fits=4096, blocks=Blocks(36))
     assert rank.measured(keeps_blocks=False) == (1000, 200)
     assert len(rank.tried) == 3
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("of_shared", "token"), [(1300, 1300), (700, 1000)])
+def test_a_token_counts_as_much_as_it_takes_where_answers_share_a_prompt(
+    of_shared: int, token: int, ranks: int
+) -> None:
+    rank = Rank(fits=4096, shares_prefixes=True, of_shared=of_shared, world_size=ranks, blocks=Blocks(36))
+    assert rank.measured() == (token, 300)
+    assert Rank(fits=4096, of_shared=of_shared).measured()[0] == 1000
+
+
+@pytest.mark.parametrize("tokens", [LEAST // 2, 256, 1000, 2048])
+def test_answers_to_a_prompt_are_as_many_tokens_as_are_said_and_no_two_alike(tokens: int) -> None:
+    rows, computed = answers(1, tokens)
+    assert prefix_tree([row.tokens for row in rows]).tokens == computed
+    assert abs(computed - tokens) <= 32 and len({row.tokens for row in rows}) == len(rows)
+
+
+def test_of_short_contexts_nothing_is_shared() -> None:
+    rank = Rank(fits=4096, shares_prefixes=True, of_shared=1300, context_length=LEAST - 1)
+    assert rank.measured()[0] == 1000
