@@ -161,7 +161,9 @@ def _judge(world: World, clients: Sequence[Client], directory: Path) -> Verdict:
     verdict = Verdict()
     for client, wanted in zip(clients, expected, strict=True):
         model_id = client.history.model_id
-        verdict += checker.judge(client.history, wanted, _stored(world, model_id) if model_id else None)
+        verdict += checker.judge(
+            client.history, wanted, _stored(world, model_id) if model_id else None, world.trainer_ranks
+        )
         if client.failure is not None or client.is_alive():
             verdict.lost.append(f"{client.name} did not end by itself: {client.failure!r}")
     return verdict + checker.judge_samples(entry for client in clients for entry in client.history.samples)

@@ -56,6 +56,17 @@ def test_a_batch_that_was_refused_memory_is_answered_and_nothing_else_may_have_b
     assert "2 requests were refused memory" in judge_refusals(2, lacks=1).wrong[0]
 
 
+def test_a_norm_of_several_ranks_may_differ_in_its_last_bits_and_nothing_else_may() -> None:
+    found = history()
+    found.training[2].result = {"grad_norm": 1.0 + 2**-51}
+    assert judge(found, EXPECTED, stored(), ranks=2).wrong == []
+    assert len(judge(found, EXPECTED, stored()).wrong) == 1
+    found.training[2].result = {"grad_norm": 1.0 + 2**-49}
+    assert len(judge(found, EXPECTED, stored(), ranks=2).wrong) == 1
+    found.training[1].result = {"loss": 2.5 + 2**-51, "logprobs": "ab"}
+    assert len(judge(found, EXPECTED, stored(), ranks=2).wrong) == 2
+
+
 def test_a_result_that_differs_in_the_last_bit_is_wrong() -> None:
     found = history()
     found.training[1].result = {"loss": 2.5000000000000004, "logprobs": "ab"}
