@@ -20,6 +20,7 @@ class _Resident:
     adapter_id: int
     nbytes: int
     users: int = 0
+    used: bool = False
 
 
 class Residency:
@@ -97,6 +98,7 @@ class Residency:
         if resident is None:
             return None
         resident.users += 1
+        resident.used = True
         self._residents.move_to_end(key)
         return resident.adapter_id
 
@@ -123,14 +125,16 @@ class Residency:
         """Notes that the engine now holds a snapshot, of so many bytes in all workers; returns the adapter
         ids to drop.
 
-        A snapshot that is resident already stays as it is (it is immutable) and the new copy is
-        what to drop.
+        A snapshot that was used stays as it is (it is immutable), and the new copy is what to drop. One that
+        nobody has used gives way to it: a trainer that died before the first was stored may have come to
+        other last bits, and the second is what the store has.
         """
-        if key in self._residents:
+        before = self._residents.get(key)
+        if before is not None and before.used:
             return [adapter_id]
         self._residents[key] = _Resident(adapter_id, nbytes)
         self._absent.pop(key, None)
-        return self._evict(keep=key)
+        return [*([before.adapter_id] if before is not None else ()), *self._evict(keep=key)]
 
     def _evict(self, keep: SnapshotKey | None = None) -> list[int]:
         used = sum(resident.nbytes for resident in self._residents.values()) + sum(self._loading.values())

@@ -370,10 +370,11 @@ class Snapshots:
             raise
 
     async def _note(self, key: SnapshotKey, adapter_id: int, nbytes: int, way: str) -> None:
+        second = self._residency.holds(key)
         dropped = self._residency.add(key, adapter_id, nbytes)
         ARRIVED.labels(way).inc()
-        # A second copy of what is there goes at once, and is no loss.
-        await self._drop(dropped, evicted=sum(one != adapter_id for one in dropped))
+        # Of two copies one goes at once, and is no loss.
+        await self._drop(dropped, evicted=len(dropped) - second)
 
     async def _drop(self, adapter_ids: list[int], evicted: int | None = None) -> None:
         """Frees adapters that gave way. evicted: how many of them were resident; None = all."""

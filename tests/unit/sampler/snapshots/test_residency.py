@@ -53,10 +53,20 @@ def test_the_newest_snapshot_stays_even_when_it_alone_is_over_the_budget() -> No
     assert residency.acquire(A) == 9
 
 
-def test_a_second_copy_of_a_version_is_dropped_and_the_first_stays() -> None:
+def test_a_second_copy_of_a_version_is_dropped_and_the_first_stays_once_it_was_used() -> None:
     residency = filled(100, A)
+    assert residency.acquire(A) == 9
+    residency.release(A)
     assert residency.add(A, 17, 10) == [17]
     assert residency.acquire(A) == 9
+
+
+def test_a_second_copy_of_a_version_that_nobody_used_takes_its_place() -> None:
+    """Its trainer died before the first was stored, and may have come to other last bits."""
+    residency = filled(30, A, B)
+    residency.acquire(B)
+    assert residency.add(A, 17, 25) == [9]
+    assert residency.acquire(A) == 17
 
 
 def test_adapter_ids_are_never_given_twice() -> None:
