@@ -180,7 +180,16 @@ class Gateway:
         runners = MixedRunners()
         discovery.samplers.listen(lambda: runners.look(discovery.samplers.all()))
         samples = SampleDispatcher(
-            client, stores, replicas, discovery.gateways, gateway_id, admission, timelines, futures, sampling
+            client,
+            stores,
+            replicas,
+            discovery.gateways,
+            gateway_id,
+            admission,
+            timelines,
+            futures,
+            redo_log,
+            sampling,
         )
 
         # Who may, and who did.

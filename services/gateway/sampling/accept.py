@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from services.common.contract import ids
 from services.common.contract.errors import Conflict, Gone, InvalidRequest, NotFound, Unavailable
@@ -177,7 +178,8 @@ class Sampling:
         sample.origin.accepted_at = time.time()
         counted = self._admission.admit(request_id, owner, sample.num_samples, len(payload))
         try:
-            accepted = await self._journal.accept(
+            accept = partial(
+                self._journal.accept,
                 record.sampling_session_id,
                 request.seq_id,
                 payload,
@@ -187,6 +189,8 @@ class Sampling:
                 # Parts of a serialized message may be put one after the other.
                 sampler_pb2.SampleRequest(origin=sample.origin).SerializeToString(),
             )
+            # Who waits for completions of its samples asks for none again.
+            accepted = await self._redo_log.perform(accept, len(payload))
         except BaseException:
             if counted:
                 self._admission.release(request_id)

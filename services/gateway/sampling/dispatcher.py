@@ -35,6 +35,7 @@ from services.common.telemetry.subject import Subject
 from services.gateway.access.fair_slots import FairSlots
 from services.gateway.cluster.base_models import retired
 from services.gateway.cluster.discovery import Services
+from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.dispatch.plan import backoff
 from services.gateway.records.sampling_session import SamplingSessionRecord
 from services.gateway.records.stores import Stores
@@ -92,6 +93,7 @@ class SampleDispatcher:
         admission: counts this gateway's samples; those that end are released.
         timelines: are told of every result.
         futures: who waits for results here.
+        redo_log: what was accepted and written of late.
     """
 
     def __init__(
@@ -104,9 +106,11 @@ class SampleDispatcher:
         admission: Admission,
         timelines: Timelines,
         futures: Futures,
+        redo_log: RedoLog,
         settings: SampleSettings | None = None,
     ) -> None:
         self._journal, self._futures = stores.samples, futures
+        self._redo_log = redo_log
         self._timelines = timelines
         self._gateway_id = gateway_id
         self._settings = settings or SampleSettings()
@@ -268,7 +272,8 @@ class SampleDispatcher:
         """Writes a result, again until it is written: what was generated outlasts an outage of Redis."""
         await failpoints.reach("gateway.before_publish_sample")
         attempt, payload, failed = 0, result.SerializeToString(), result.HasField("error")
-        write = partial(self._journal.publish_bytes, request_id, payload, failed, use, self._gateway_id)
+        publish = partial(self._journal.publish_bytes, request_id, payload, failed, use, self._gateway_id)
+        write = partial(self._redo_log.perform, publish, len(payload))
         while True:
             try:
                 outcome = await self._futures.resolve(request_id, payload, write)

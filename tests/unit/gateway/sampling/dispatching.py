@@ -14,6 +14,7 @@ from services.common.state import registry
 from services.common.state.room import Room
 from services.gateway.access.answer_room import AnswerRoom
 from services.gateway.cluster.discovery import Discovery
+from services.gateway.cluster.redis_restart import RedoLog
 from services.gateway.dispatch.record_results import ResultRecorder
 from services.gateway.placement.placements import Placements
 from services.gateway.records.model import ModelRecord
@@ -53,6 +54,7 @@ class Gateway:
             self.admission,
             self.timelines,
             self.futures,
+            RedoLog(client),
             SampleSettings(dead_after=1.0),
         )
         self.parts = (self.futures, self.discovery, self.dispatcher)

@@ -56,6 +56,21 @@ async def test_a_poll_ends_without_completions_when_the_gateway_drains(edges: Ed
         assert (response.status_code, response.json()) == (200, {"completions": [], "cursor": 0})
 
 
+async def test_a_sample_of_the_second_that_redis_lost_is_accepted_again(edges: Edges) -> None:
+    """Who waits for completions does not ask for it by its name, and would wait for ever."""
+    async with edges.http() as client:
+        session = await sampling_session(client)
+        request_id = await sample(client, session)
+        lost = [keys.future(session, 0), keys.pending_samples(session), keys.gateway_samples("gateway-0")]
+        assert await edges.redis.delete(*lost) == len(lost)
+        await edges.app.redo_log._repeat()
+        assert (await edges.sample(request_id)).request_id == request_id
+        waiting = asyncio.create_task(poll(client, session))
+        await edges.answer_sample(request_id, RESULT)
+        (told,) = (await waiting).json()["completions"]
+        assert (told["request_id"], told["state"]) == (request_id, "finished")
+
+
 async def test_a_poll_ends_with_the_first_completion_and_goes_on_from_its_cursor(edges: Edges) -> None:
     async with edges.http() as client:
         session = await sampling_session(client)
