@@ -61,8 +61,7 @@ TURN_SECONDS = Histogram(
     buckets=LONG_S,
 )
 
-_AUDIT_S = 3.0
-_AUDIT_DEADLINE_S = 60.0
+_AUDIT_S, _AUDIT_DEADLINE_S = 3.0, 60.0
 _LOOK_AGAIN_S = 60.0
 
 
