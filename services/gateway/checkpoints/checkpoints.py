@@ -54,11 +54,12 @@ class Checkpoints:
         """
         model_owner = await self._owner_of(model_id)
         record = await self._store.get(model_id, ids.check_checkpoint_id(checkpoint_id))
-        if model_owner != owner and not (record is not None and record.public):
-            raise _no_run(model_id)
         if record is None:
             # What a save came to is recorded again after a restart, as it is published again.
             await self._redo_log.refuse_while_restoring()
+        if model_owner != owner and not (record is not None and record.public):
+            raise _no_run(model_id)
+        if record is None:
             raise NotFound(f"{ids.tinker_path(model_id, checkpoint_id)} does not exist, or it expired")
         return record
 

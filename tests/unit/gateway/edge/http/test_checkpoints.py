@@ -143,6 +143,9 @@ async def test_a_checkpoint_that_is_missing_right_after_a_restart_of_redis_is_no
             assert (await client.post("load_weights", json=load)).status_code == 503
             gone = {"tinker_path": "tinker://nobody:train:0/weights/a"}
             assert (await client.post("weights_info", json=gone)).status_code == 503
+            async with edges.http(BOB) as other:
+                # It may be published.
+                assert (await other.post("weights_info", json={"tinker_path": path})).status_code == 503
         await save(edges, client, model, 1, "a")
         assert (await client.post("weights_info", json={"tinker_path": path})).status_code == 200
         assert (await client.post("load_weights", json={**load, "seq_id": 2})).status_code == 200
