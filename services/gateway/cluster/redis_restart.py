@@ -2,9 +2,10 @@
 
 A Redis that syncs its file every second loses up to the last second when its machine loses power. Invariant:
 what a gateway acknowledged within KEPT_S before Redis went away it writes again as soon as Redis is back,
-while it lives itself, and nothing is acknowledged of which a part went to the Redis of before. Every write
-noted here changes nothing when it is repeated. Until that is surely done by every gateway, an object that is
-not found counts as not restored yet, and not as unknown.
+while it lives itself, and nothing is acknowledged of which a part went to the Redis of before. What is more
+than it keeps is acknowledged when it is so old that Redis has it surely. Every write noted here changes
+nothing when it is repeated, after those that it came after. Until that is surely done by every gateway, an
+object that is not found counts as not restored yet, and not as unknown.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import redis.asyncio
@@ -23,7 +24,7 @@ from redis.exceptions import RedisError
 from services.common.contract.errors import TinsmithError, Unavailable
 from services.common.process import clock
 from services.common.process.periodic import Periodic
-from services.common.process.tasks import cancel_all, detached
+from services.common.process.tasks import a_few_at_once, cancel_all, detached
 from services.common.state import redis_client
 
 log = logging.getLogger(__name__)
@@ -39,13 +40,40 @@ _LOOK_S = 0.5
 _LOOK_DEADLINE_S = 120.0
 """Long enough for everything to be repeated. A look that breaks off is made up for by the next."""
 _MOST_BYTES = 256 << 20
+_ENTRY_BYTES = 2048
+"""Of a write without its payload."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Write:
+    """A write that was made.
+
+    Attributes:
+        size: bytes that are kept with it.
+        began, made: when it was first made, seconds of the loop's clock.
+        written: when it was written last.
+        settled: set when Redis has it surely.
+    """
+
     again: Callable[[], Awaitable[Any]]
     size: int
+    began: float
     made: float
+    written: float
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+def unordered(writes: Iterable[_Write]) -> Iterator[list[_Write]]:
+    """Runs of writes, in the order in which they were made, none of which began after another one of its run
+    had been made: these may be made at once. They take no longer than they took at first."""
+    run: list[_Write] = []
+    for write in writes:
+        if run and write.began >= run[0].made:
+            yield run
+            run = []
+        run.append(write)
+    if run:
+        yield run
 
 
 class RedoLog:
@@ -53,7 +81,7 @@ class RedoLog:
 
     Args:
         before_repeating: called when Redis has restarted.
-        most_bytes: of payload kept; beyond it the oldest are forgotten.
+        most_bytes: kept; what comes when there are more is acknowledged seconds later.
     """
 
     def __init__(
@@ -90,21 +118,23 @@ class RedoLog:
         again: Callable[[], Awaitable[T]] | None = None,
     ) -> T:
         """Makes a write that may be repeated, and remembers it. Where Redis restarted meanwhile it repeats it
-        at once: nobody else would.
+        at once: nobody else would. Takes KEPT_S longer while more is kept than there is room for.
 
         Args:
             again: how to repeat it, when otherwise than by `write`.
             size: bytes of payload that are kept with it.
         """
-        restarts = self._restarts
+        restarts, began = self._restarts, asyncio.get_running_loop().time()
         result = await write()
         while restarts != self._restarts:
             restarts = self._restarts
             result = await (again or write)()
-        self._writes.append(_Write(again or write, size, asyncio.get_running_loop().time()))
-        self._bytes += size
-        while self._bytes > self._most_bytes:
-            self._forget_oldest()
+        made = asyncio.get_running_loop().time()
+        noted = _Write(again or write, size + _ENTRY_BYTES, began, made, made)
+        self._writes.append(noted)
+        self._bytes += noted.size
+        if self._bytes > self._most_bytes:
+            await noted.settled.wait()
         return result
 
     async def refuse_while_restoring(self) -> None:
@@ -146,7 +176,7 @@ class RedoLog:
                 self._restarts += 1
                 await self._repeat()
             else:
-                while self._writes and self._writes[0].made < now - KEPT_S:
+                while self._writes and self._writes[0].written < now - KEPT_S:
                     self._forget_oldest()
             self._run_id = run_id
 
@@ -162,11 +192,17 @@ class RedoLog:
     async def _repeat(self) -> None:
         log.warning("Redis restarted; repeating the last %d acknowledged writes", len(self._writes))
         self._before_repeating()
-        for write in list(self._writes):
-            try:
-                await write.again()
-            except TinsmithError as error:
-                log.warning("an acknowledged write cannot be repeated: %s", error.message)
+        for together in list(unordered(self._writes)):
+            await a_few_at_once(self._write_again, together)
+
+    async def _write_again(self, write: _Write) -> None:
+        try:
+            await write.again()
+        except TinsmithError as error:
+            log.warning("an acknowledged write cannot be repeated: %s", error.message)
+        write.written = asyncio.get_running_loop().time()
 
     def _forget_oldest(self) -> None:
-        self._bytes -= self._writes.popleft().size
+        oldest = self._writes.popleft()
+        self._bytes -= oldest.size
+        oldest.settled.set()

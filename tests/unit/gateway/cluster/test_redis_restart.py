@@ -157,14 +157,65 @@ async def test_what_was_acknowledged_before_a_long_absence_of_redis_is_kept(
     assert await client.get("count") == b"1"
 
 
-async def test_kept_payloads_are_bounded(server: ForgetfulRedis, client: redis.asyncio.Redis) -> None:
-    known = RedoLog(client, most_bytes=10)
+async def test_what_there_is_no_room_for_is_acknowledged_when_redis_has_it_surely(
+    server: ForgetfulRedis, client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = RedoLog(client, most_bytes=3 * module._ENTRY_BYTES)
     await known._look()
-    for name in ("old", "new"):
-        await known.perform(lambda name=name: client.set(name, 1), 6)
+    for name in ("one", "two"):
+        await known.perform(lambda name=name: client.set(name, 1), module._ENTRY_BYTES // 2)
+    much = asyncio.create_task(known.perform(lambda: client.set("much", 1), 10))
+    await known._look()
+    assert not much.done()
     server.restart(forget=True)
     await known._look()
-    assert (await client.exists("old"), await client.exists("new")) == (0, 1)
+    # Those that came before are still written again; so is one that nobody has heard of.
+    assert await client.exists("one", "two", "much") == 3
+    assert not much.done()
+    monkeypatch.setattr(module, "KEPT_S", 0.0)
+    await known._look()
+    assert await much
+    # There is room again.
+    await known.perform(lambda: client.set("next", 1), module._ENTRY_BYTES)
+
+
+async def test_what_was_written_again_is_written_again_when_that_is_lost_too(
+    server: ForgetfulRedis, client: redis.asyncio.Redis
+) -> None:
+    known = RedoLog(client)
+    await known._look()
+    await known.perform(lambda: client.set("here", 1))
+    # Redis was away for long.
+    known._writes[0].written -= 60 * module.KEPT_S
+    for _ in range(2):
+        server.restart(forget=True)
+        await known._look()
+        assert await client.exists("here")
+        await known._look()
+
+
+async def test_writes_are_repeated_after_those_that_they_came_after_and_the_others_at_once(
+    server: ForgetfulRedis, client: redis.asyncio.Redis
+) -> None:
+    known, running, most, order = RedoLog(client), 0, 0, []
+    await known._look()
+
+    async def write(name: str) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.001)
+        order.append(name)
+        running -= 1
+
+    await known.perform(partial(write, "begin"))
+    await asyncio.gather(*(known.perform(partial(write, "beside")) for _ in range(500)))
+    await known.perform(partial(write, "end"))
+    server.restart(forget=True)
+    order, most = [], 0
+    await known._look()
+    assert order == ["begin", *["beside"] * 500, "end"]
+    assert 1 < most <= 64
 
 
 async def test_what_is_missing_right_after_a_restart_is_not_called_unknown(
