@@ -28,10 +28,11 @@ from services.trainer.compute.recurrent.chunks import LONGEST
 from services.trainer.compute.recurrent.convolution import causal_convolution
 from services.trainer.compute.recurrent.delta_rule import gated_delta_rule
 from services.trainer.compute.split.asked import Asked
+from services.trainer.compute.split.exchange import before
 from services.trainer.order.prefixes import BLOCK
 
 if TYPE_CHECKING:
-    from services.trainer.compute.attention import Sequences
+    from services.trainer.compute.attention import Sequences, Split
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +167,10 @@ def _convolved(
     """In the place of `causal_conv1d_fn`: x is [1, features, T]."""
     if sequences is None:
         return library(x, weight, bias, activation=activation, **options)
-    _check(sequences)
+    if sequences.split is not None:
+        back = weight.shape[1] - 1
+        reached = torch.cat((before(x, back), x), dim=-1)
+        return library(reached, weight, bias, activation=activation, **options)[..., back:]
     if x.device.type != "cpu" and _takes(library, "seq_idx") and not sequences.trees:
         number = (sequences.positions == 0).cumsum(1, dtype=torch.int32) - 1
         return library(x, weight, bias, activation=activation, **{**options, "seq_idx": number})
@@ -198,9 +202,11 @@ def _ruled(
     }
     if sequences is None:
         return library(query, key, value, g=g, beta=beta, **settings, **options)
-    _check(sequences)
     if initial_state is not None or output_final_state:
         raise RuntimeError("a flat batch was given a state")
+    if sequences.split is not None:
+        given = query, key, value, g, beta
+        return _split_ruled(library, sequences.split, *given, {**settings, **options}), None
     kernel = query.device.type != "cpu" and _takes(library, "cu_seqlens")
     if sequences.asked is not None:
         heads = value.shape[2]
@@ -215,9 +221,24 @@ def _ruled(
     return made[None], None
 
 
-def _check(sequences: Sequences) -> None:
-    if sequences.split is not None:
-        raise RuntimeError("a state goes on in a part of a sequence, which would have to be given it")
+def _split_ruled(
+    library: Callable[..., Any],
+    split: Split,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    settings: dict[str, Any],
+) -> Tensor:
+    """What the rule comes to of this rank's part of a sequence, of which each rank computes some heads."""
+    exchange, sizes = split.exchange, [query.shape[-1], key.shape[-1], value.shape[-1]]
+    # By themselves, as they are in float32 whatever the others are in.
+    rates = exchange.by_heads(torch.stack((g.float(), beta.float()), dim=-1)).unbind(-1)
+    query, key, value = exchange.by_heads(torch.cat((query, key, value), dim=-1)).split(sizes, dim=-1)
+    g, beta = (mine.to(each.dtype) for mine, each in zip(rates, (g, beta), strict=True))
+    made, _ = _ruled(library, query, key, value, g, beta, sequences=split.whole, **settings)
+    return exchange.by_tokens(made)
 
 
 @cache

@@ -67,7 +67,7 @@ def splits(asked: Sequence[Asked], ranks: int) -> bool:
         ranks > 1
         and bool(asked)
         and all(
-            (layer.plain or (layer.sinks and layer.kernel))
+            (layer.plain or layer.recurrent or (layer.sinks and layer.kernel))
             and not layer.masked
             and layer.heads % ranks == 0
             and layer.key_heads % ranks == 0

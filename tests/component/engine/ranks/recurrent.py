@@ -8,6 +8,7 @@ from services.trainer.compute.data import LoraSpec, ModelState, RowResult
 from services.trainer.compute.engine import Engine
 from tests.component.engine.data import ADAM, ce_row, op, trained_model, work
 from tests.component.engine.full.world import ADAM_FULL, Player
+from tests.component.engine.split.operations import together
 
 ADAPTER, FULL = "adapter", "full"
 ROWS = [ce_row(1, 20), ce_row(2, 7), ce_row(3, 12)]
@@ -20,12 +21,16 @@ class Report(msgspec.Struct):
     Attributes:
         together: what all rows came to as one micro-batch, before anything was trained.
         forwards: of the frozen base, which it took.
+        long: what the longest row came to, computed by all ranks together, by what is trained.
+        norms: of its gradient.
     """
 
     results: dict[str, list[list[RowResult]]] = {}
     trained: ModelState | None = None
     together: list[RowResult] = []
     forwards: int = 0
+    long: dict[str, list[RowResult]] = {}
+    norms: dict[str, float] = {}
 
 
 def scenario(engine: Engine) -> Report:
@@ -45,4 +50,9 @@ def scenario(engine: Engine) -> Report:
             (step,) = engine.optim_steps([(name, adam)])
             assert isinstance(step, dict), step
     report.trained = engine.state(ADAPTER)
+    for name, adam in ((ADAPTER, ADAM), (FULL, ADAM_FULL)):
+        report.long[name] = engine.run_pass(together(engine, op(name), ROWS, 0))
+        (step,) = engine.optim_steps([(name, adam)])
+        assert isinstance(step, dict), step
+        report.norms[name] = step["grad_norm"]
     return report

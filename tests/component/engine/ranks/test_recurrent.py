@@ -1,5 +1,6 @@
 """Models with layers that read weights of layers in them, which ZeRO-3 shards: they come to what they come to
-where nothing is sharded, and several sequences at once to what each comes to."""
+where nothing is sharded, several sequences at once to what each comes to, and one of all ranks to what it
+comes to on one."""
 
 from __future__ import annotations
 
@@ -47,6 +48,10 @@ def test_shared_weights_train_as_whole_ones_do(name: str, tmp_path_factory: pyte
         assert np.abs(second - first).max() > 1e-2
         np.testing.assert_allclose(logprobs(found, kind, 0), first, rtol=0, atol=2e-5)
         np.testing.assert_allclose(logprobs(found, kind, 1), second, rtol=0, atol=1e-4)
+        (long,), (expected,) = found.long[kind], alone.long[kind]
+        assert long.failure is None
+        np.testing.assert_allclose(joined([long]), joined([expected]), rtol=0, atol=1e-4)
+        assert found.norms[kind] == pytest.approx(alone.norms[kind], rel=1e-3)
     assert alone.trained is not None and found.trained is not None
     assert any(".linear_attn." in name for name in found.trained.adapter)
     np.testing.assert_allclose(flat(found.trained), flat(alone.trained), rtol=1e-4, atol=1e-5)

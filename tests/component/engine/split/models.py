@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -32,13 +32,14 @@ from services.trainer.compute.lora.targets import find_linears, find_unadapted, 
 from services.trainer.compute.prefix import flash
 from services.trainer.compute.replay.routers import Replay
 from services.trainer.compute.split.asked import Asked, splits
-from services.trainer.compute.split.exchange import Exchange, joined
+from services.trainer.compute.split.exchange import Exchange, before, joined
 from services.trainer.compute.split.share import Share
 from tests.component.engine.data import given_experts
 from tests.unit.trainer.compute.architectures import FLAT, config_of, random_model
 from tests.unit.trainer.compute.prefix.kernels import Plain
 
 TOKENS, VOCAB = 23, 60
+OWN_TOKENS, BACK = (1, 2, 3, 7), 3
 MEMORY_TOKENS, HEADS, KEY_HEADS, HEAD_SIZE = 512, 8, 4, 32
 
 
@@ -60,7 +61,10 @@ class Memory(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
+    """`before`: by each rank's number of tokens whether those before them are right, and their gradient."""
+
     models: dict[str, Compared] = {}
+    before: dict[int, bool] = {}
     memory: Memory | None = None
 
 
@@ -122,6 +126,22 @@ def compared(model_type: str, checkpointing: bool) -> Compared:
     found.outputs = float((logprobs - expected).abs().max())
     found.gradient = float((gradient - wanted).abs().max() / wanted.abs().max())
     return found
+
+
+def reaches_back(tokens: int) -> bool:
+    """Whether a rank of so many tokens gets the last ones of the ranks before."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator().manual_seed(4)
+    whole = torch.randn(1, 2, ranks * tokens, generator=generator, requires_grad=True)
+    weights = torch.randn(ranks, 1, 2, BACK, generator=generator)
+    padded = nn.functional.pad(whole, (BACK, 0))
+    expected = [padded[..., each * tokens :][..., :BACK] for each in range(ranks)]
+    (wanted,) = torch.autograd.grad(sum((a * b).sum() for a, b in zip(expected, weights, strict=True)), whole)
+    parts = whole.detach().split(tokens, dim=-1)
+    own = parts[rank].clone().requires_grad_()
+    found = before(own, BACK)
+    (gradient,) = torch.autograd.grad((found * weights[rank]).sum(), own)
+    return torch.equal(found, expected[rank]) and torch.allclose(gradient, wanted.split(tokens, dim=-1)[rank])
 
 
 class _Peak(TorchDispatchMode):
@@ -198,4 +218,5 @@ def scenario() -> Report:
             f"gpt_oss by a kernel, {name}": compared("gpt_oss", checkpointing)
             for name, checkpointing in kept.items()
         }
-    return Report(models, Memory(_peak(_attention), _peak(together)))
+    reached = {tokens: reaches_back(tokens) for tokens in OWN_TOKENS}
+    return Report(models, reached, Memory(_peak(_attention), _peak(together)))

@@ -8,8 +8,9 @@ import pytest
 from services.trainer.compute.memory.capacity import COPIES
 from tests.component.engine.ranks.worlds import WORLDS, Reports
 from tests.component.engine.reference import values
+from tests.component.engine.split.models import OWN_TOKENS
 from tests.component.engine.split.operations import CASES, Report
-from tests.unit.trainer.compute.architectures import FLAT
+from tests.unit.trainer.compute.architectures import FLAT, HYBRID
 
 pytestmark = pytest.mark.heavy
 
@@ -87,9 +88,17 @@ def test_every_architecture_that_ranks_can_share_comes_to_the_same(
     for rank in worlds["2 ranks"]:
         assert rank.models is not None
         found = rank.models.models[f"{model_type}, {kept}"]
-        assert found.plain or found.splits == (model_type == "gpt_oss by a kernel")
+        assert found.plain or found.splits == (model_type in (*HYBRID, "gpt_oss by a kernel"))
         assert found.outputs <= 1e-5
         assert found.gradient <= 1e-5
+
+
+def test_a_rank_is_given_the_tokens_before_its_own_however_few_each_rank_has(
+    worlds: dict[str, list[Reports]],
+) -> None:
+    for rank in worlds["2 ranks"]:
+        assert rank.models is not None
+        assert rank.models.before == dict.fromkeys(OWN_TOKENS, True)
 
 
 def test_the_exchange_takes_no_more_memory_than_is_counted_nor_an_eighth_of_that(

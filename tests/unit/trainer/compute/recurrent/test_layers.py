@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -141,14 +141,6 @@ def test_a_block_that_computes_again_is_given_its_sequences_again(model_type: st
         gradients += torch.autograd.grad(made, embedded)
         checkpoint_blocks(model)
     torch.testing.assert_close(gradients[1], gradients[0])
-
-
-def test_a_part_of_a_sequence_is_refused() -> None:
-    register()
-    model = random_model(config_of("qwen3_next", HYBRID["qwen3_next"]), FLAT_ATTENTION)
-    given = replace(SHORT, split=cast(Any, object()))
-    with pytest.raises(RuntimeError, match="a state goes on in a part of a sequence"):
-        model(torch.ones(1, 8, dtype=torch.int64), position_ids=given.positions, sequences=given)
 
 
 def test_a_cache_is_refused() -> None:

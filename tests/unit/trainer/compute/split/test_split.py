@@ -16,7 +16,7 @@ from services.trainer.compute.split.asked import Asked, splits
 from services.trainer.compute.split.exchange import Attention, Exchange
 from services.trainer.compute.split.share import Share
 from tests.component.engine.data import ce_row, critic_row
-from tests.unit.trainer.compute.architectures import FLAT, config_of, random_model
+from tests.unit.trainer.compute.architectures import FLAT, HYBRID, config_of, random_model
 
 PLAIN = Asked(heads=8, key_heads=4, elements=192, window=None, kernel=False, plain=True)
 NOT_USED = cast(Exchange, SimpleNamespace())
@@ -85,7 +85,8 @@ def test_tokens_know_where_they_stand_in_the_whole_sequence() -> None:
         ([PLAIN, replace(PLAIN, plain=False)], 2, False),
         ([PLAIN, replace(PLAIN, window=5)], 2, False),
         ([PLAIN, replace(PLAIN, window=5, kernel=True)], 2, True),
-        ([PLAIN, replace(PLAIN, plain=False, recurrent=True)], 2, False),
+        ([PLAIN, replace(PLAIN, plain=False, recurrent=True)], 2, True),
+        ([PLAIN, replace(PLAIN, plain=False, recurrent=True)], 8, False),
     ],
     ids=[
         "two ranks",
@@ -99,6 +100,7 @@ def test_tokens_know_where_they_stand_in_the_whole_sequence() -> None:
         "a window",
         "a window with FlashAttention",
         "a state from token to token",
+        "a state of fewer heads",
     ],
 )
 def test_ranks_share_a_sequence_where_each_has_whole_heads_and_nothing_else_is_asked_for(
@@ -134,7 +136,7 @@ def test_each_layer_of_an_architecture_says_what_it_asks_for(model_type: str) ->
     plain = [not state and model_type not in ("gemma2", "gpt_oss") for state in recurrent]
     assert [layer.plain for layer in asked] == plain
     assert all(layer.heads == 4 for layer in asked if not layer.recurrent)
-    expected = {"llama", "qwen2", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3"}
+    expected = {"llama", "qwen2", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", *HYBRID}
     assert splits(asked, 2) == (model_type in expected)
 
 
