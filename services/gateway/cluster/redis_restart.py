@@ -2,10 +2,10 @@
 
 A Redis that syncs its file every second loses up to the last second when its machine loses power. Invariant:
 what a gateway acknowledged within KEPT_S before Redis went away it writes again as soon as Redis is back,
-while it lives itself, and nothing is acknowledged of which a part went to the Redis of before. What is more
-than it keeps is acknowledged when it is so old that Redis has it surely. Every write noted here changes
-nothing when it is repeated, after those that it came after. Until that is surely done by every gateway, an
-object that is not found counts as not restored yet, and not as unknown.
+while it lives itself, and nothing is acknowledged of which a part went to the Redis of before. What there is
+no room to keep is not accepted yet. Every write noted here changes nothing when it is repeated, after those
+that it came after. Until that is surely done by every gateway, an object that is not found counts as not
+restored yet, and not as unknown.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from services.common.contract.errors import TinsmithError, Unavailable
+from services.common.contract.errors import Overloaded, TinsmithError, Unavailable
 from services.common.process import clock
 from services.common.process.periodic import Periodic
 from services.common.process.tasks import a_few_at_once, cancel_all, detached
@@ -39,7 +39,9 @@ _TOGETHER_S = 0.05
 _LOOK_S = 0.5
 _LOOK_DEADLINE_S = 120.0
 """Long enough for everything to be repeated. A look that breaks off is made up for by the next."""
-_MOST_BYTES = 256 << 20
+_MOST_BYTES = 128 << 20
+_ROOM_WITHIN_S = 10.0
+"""What is kept now is surely gone then, unless Redis is away."""
 _ENTRY_BYTES = 2048
 """Of a write without its payload."""
 
@@ -52,7 +54,6 @@ class _Write:
         size: bytes that are kept with it.
         began, made: when it was first made, seconds of the loop's clock.
         written: when it was written last.
-        settled: set when Redis has it surely.
     """
 
     again: Callable[[], Awaitable[Any]]
@@ -60,7 +61,6 @@ class _Write:
     began: float
     made: float
     written: float
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 def unordered(writes: Iterable[_Write]) -> Iterator[list[_Write]]:
@@ -81,7 +81,7 @@ class RedoLog:
 
     Args:
         before_repeating: called when Redis has restarted.
-        most_bytes: kept; what comes when there are more is acknowledged seconds later.
+        most_bytes: kept of what is accepted; what it comes to is kept besides.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class RedoLog:
         self._most_bytes = most_bytes
         self._writes: deque[_Write] = deque()
         self._bytes = 0
+        self._door, self._forgot = asyncio.Lock(), asyncio.Event()
         self._run_id = ""
         self._restarts = 0
         self._restarted_at: float | None = None
@@ -116,26 +117,51 @@ class RedoLog:
         write: Callable[[], Awaitable[T]],
         size: int = 0,
         again: Callable[[], Awaitable[T]] | None = None,
+        accepts: bool = True,
     ) -> T:
         """Makes a write that may be repeated, and remembers it. Where Redis restarted meanwhile it repeats it
-        at once: nobody else would. Takes KEPT_S longer while more is kept than there is room for.
+        at once: nobody else would.
 
         Args:
             again: how to repeat it, when otherwise than by `write`.
             size: bytes of payload that are kept with it.
+            accepts: something new, which waits until there is room to keep it.
+
+        Raises:
+            Overloaded: there was no room for seconds; nothing was written.
         """
-        restarts, began = self._restarts, asyncio.get_running_loop().time()
-        result = await write()
-        while restarts != self._restarts:
-            restarts = self._restarts
-            result = await (again or write)()
+        size += _ENTRY_BYTES
+        if accepts:
+            await self._room(size)
+        self._bytes += size
+        try:
+            restarts, began = self._restarts, asyncio.get_running_loop().time()
+            result = await write()
+            while restarts != self._restarts:
+                restarts = self._restarts
+                result = await (again or write)()
+        except BaseException:
+            self._free(size)
+            raise
         made = asyncio.get_running_loop().time()
-        noted = _Write(again or write, size + _ENTRY_BYTES, began, made, made)
-        self._writes.append(noted)
-        self._bytes += noted.size
-        if self._bytes > self._most_bytes:
-            await noted.settled.wait()
+        self._writes.append(_Write(again or write, size, began, made, made))
         return result
+
+    async def _room(self, size: int) -> None:
+        """Waits, in the order of those who come, until so many bytes may be kept too: alone any may."""
+        try:
+            async with asyncio.timeout(_ROOM_WITHIN_S), self._door:
+                while self._bytes and self._bytes + size > self._most_bytes:
+                    self._forgot.clear()
+                    await self._forgot.wait()
+        except TimeoutError:
+            raise Overloaded(
+                "more was accepted in the last seconds than is kept; try again in a moment"
+            ) from None
+
+    def _free(self, size: int) -> None:
+        self._bytes -= size
+        self._forgot.set()
 
     async def refuse_while_restoring(self) -> None:
         """To be called when something is not found.
@@ -203,6 +229,4 @@ class RedoLog:
         write.written = asyncio.get_running_loop().time()
 
     def _forget_oldest(self) -> None:
-        oldest = self._writes.popleft()
-        self._bytes -= oldest.size
-        oldest.settled.set()
+        self._free(self._writes.popleft().size)

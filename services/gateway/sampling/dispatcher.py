@@ -272,7 +272,7 @@ class SampleDispatcher:
         await failpoints.reach("gateway.before_publish_sample")
         attempt, payload, failed = 0, result.SerializeToString(), result.HasField("error")
         publish = partial(self._journal.publish_bytes, request_id, payload, failed, use, self._gateway_id)
-        write = partial(self._redo_log.perform, publish, len(payload))
+        write = partial(self._redo_log.perform, publish, len(payload), accepts=False)
         while True:
             try:
                 outcome = await self._futures.resolve(request_id, payload, write)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from services.common.contract.errors import Unavailable
+from services.common.contract.errors import Overloaded, Unavailable
 from services.common.state import keys
 from services.common.state.journal import Journal
 from services.common.state.redis_client import connect
@@ -157,26 +157,50 @@ async def test_what_was_acknowledged_before_a_long_absence_of_redis_is_kept(
     assert await client.get("count") == b"1"
 
 
-async def test_what_there_is_no_room_for_is_acknowledged_when_redis_has_it_surely(
+async def test_what_there_is_no_room_to_keep_waits_until_there_is(
     server: ForgetfulRedis, client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = RedoLog(client, most_bytes=3 * module._ENTRY_BYTES)
     await known._look()
     for name in ("one", "two"):
         await known.perform(lambda name=name: client.set(name, 1), module._ENTRY_BYTES // 2)
-    much = asyncio.create_task(known.perform(lambda: client.set("much", 1), 10))
-    await known._look()
-    assert not much.done()
+    much = asyncio.create_task(known.perform(lambda: client.set("much", 1), 4 * module._ENTRY_BYTES))
+    small = asyncio.create_task(known.perform(lambda: client.set("small", 1)))
+    # What the accepted came to is kept at once.
+    await known.perform(lambda: client.set("result", 1), 10, accepts=False)
     server.restart(forget=True)
     await known._look()
-    # Those that came before are still written again; so is one that nobody has heard of.
-    assert await client.exists("one", "two", "much") == 3
-    assert not much.done()
+    assert await client.exists("one", "two", "result") == 3
+    assert not await client.exists("much", "small")
     monkeypatch.setattr(module, "KEPT_S", 0.0)
     await known._look()
-    assert await much
-    # There is room again.
-    await known.perform(lambda: client.set("next", 1), module._ENTRY_BYTES)
+    # Alone it has room, however much it is; who came later waits for it.
+    assert await much and not small.done()
+    await known._look()
+    assert await small
+
+
+async def test_who_finds_no_room_for_long_is_told_to_try_again(
+    client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_ROOM_WITHIN_S", 0.05)
+    known = RedoLog(client, most_bytes=1)
+    await known.perform(lambda: client.set("one", 1))
+    with pytest.raises(Overloaded, match="try again"):
+        await known.perform(lambda: client.set("two", 1))
+    assert not await client.exists("two")
+    monkeypatch.setattr(module, "KEPT_S", 0.0)
+    for _ in range(2):
+        await known._look()
+    await known.perform(lambda: client.set("two", 1))
+
+
+async def test_a_write_that_failed_takes_no_room(client: redis.asyncio.Redis) -> None:
+    known = RedoLog(client, most_bytes=1)
+    for _ in range(2):
+        with pytest.raises(redis.exceptions.ResponseError):
+            await known.perform(lambda: client.execute_command("NOTHING"))
+    await known.perform(lambda: client.set("one", 1))
 
 
 async def test_what_was_written_again_is_written_again_when_that_is_lost_too(

@@ -15,14 +15,12 @@ import ctypes
 import gc
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import uvloop
 
 from services.gateway.access import body_budget
-from services.gateway.access.memory import Memory
 from tests.unit.gateway.edges import running
 
 CONTEXT, VOCAB = 1 << 20, 1 << 17
@@ -68,9 +66,7 @@ def tell(what: object) -> None:
 
 
 async def main(redis_url: str, directory: Path) -> None:
-    # What was acknowledged is kept for a while: that has a room of its own.
-    memory = replace(Memory.of(), redo=0)
-    async with running(redis_url, directory, memory=memory) as edges:
+    async with running(redis_url, directory) as edges:
         for announcer in edges.announcers.values():
             large = msgspec.structs.replace(announcer.record, context_length=CONTEXT, vocab_size=VOCAB)
             await announcer.update(large)
