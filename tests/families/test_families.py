@@ -37,7 +37,7 @@ from tests.component.sampler.process import (
     write_full,
 )
 from tests.reference import Reference
-from tests.unit.trainer.compute.architectures import FLAT, SINGLE, config_of, random_model
+from tests.unit.trainer.compute.architectures import FLAT, SINGLE, config_of, random_model, with_pictures
 from tests.unit.trainer.compute.replay.test_routers import own_choice
 from tinsmith.internal.v1 import sampler_pb2_grpc
 
@@ -54,7 +54,9 @@ SIZES = {
     "head_dim": 32,
     "max_position_embeddings": CONTEXT,
 }
-ADAPTED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "qwen3_5_text")
+PICTURES = ("gemma3_text with pictures", "qwen3_5_text with pictures")
+"""Whose files are those of a model that reads pictures too."""
+ADAPTED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "qwen3_5_text", *PICTURES)
 OF_EXPERTS = (
     *("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v3", "deepseek_v3 yarn"),
     "qwen3_next",
@@ -80,10 +82,11 @@ SETTINGS = {
     # The first has the rotations of vLLM's kernel, the second those of PyTorch, as DeepSeek's own models do.
     "deepseek_v3": LATENT,
     "deepseek_v3 yarn": {**LATENT, **YARN},
+    **{name: FLAT[name.split()[0]] for name in PICTURES},
 }
 KEPT = ("gpt_oss",)
 """vLLM's loader writes some of their weights past what replaces weights."""
-BFLOAT16 = ("qwen3_next", "qwen3_5_text")
+BFLOAT16 = ("qwen3_next", "qwen3_5_text", PICTURES[1])
 """vLLM's linear attention computes in nothing else on a CPU."""
 
 
@@ -150,7 +153,8 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     directory = tmp_path_factory.mktemp(name.replace(" ", "-"))
     settings = SETTINGS.get(name, FLAT.get(name) or SINGLE.get(name) or {})
     model = random_model(config_of(name.split()[0], {**SIZES, **settings}), "eager")
-    model.save_pretrained(directory / "model")
+    (with_pictures(model) if name in PICTURES else model).save_pretrained(directory / "model")
+    model.save_pretrained(directory / "text")
     write_tokenizer(directory / "model", VOCAB, CONTEXT)
     spec = LoraSpec(RANK, train_mlp=not any(find_experts(model)))
     adapter = Adapter(
@@ -168,12 +172,10 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         for file, write in adapter_files("org/base", spec, named).items():
             write(snapshot / file)
         full = sampler.data_dir.snapshot(MODEL_ID, FULL)
-        write_full(full, directory / "model", make_full(directory / "model", FULL))
+        write_full(full, directory / "text", make_full(directory / "text", FULL))
         try:
             tolerance = 0.15 if name in BFLOAT16 else 2e-4
-            yield Family(
-                wait_ready(sampler), directory / "model", snapshot, full, tolerance, name not in KEPT
-            )
+            yield Family(wait_ready(sampler), directory / "text", snapshot, full, tolerance, name not in KEPT)
         finally:
             sampler.stop()
 

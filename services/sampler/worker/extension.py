@@ -42,13 +42,14 @@ from services.common.contract.tensors import TensorSpec
 from services.common.process.memory import allocator
 from services.common.weights.medium import Medium
 from services.sampler.config import REDIS_URL_VARIABLE
-from services.sampler.worker import full_weights, text_models
+from services.sampler.worker import full_weights
 from services.sampler.worker.adapters import heads
 from services.sampler.worker.adapters.slots import PackedAdapter
 from services.sampler.worker.cpu import norms
 from services.sampler.worker.gpu import memory
 from services.sampler.worker.jobs import Job, Outcome, Reporter
 from services.sampler.worker.runner import Runner, installed
+from services.sampler.worker.text import models as text_models
 
 # A worker imports this file before it loads its model.
 text_models.register()

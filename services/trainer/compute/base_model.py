@@ -303,40 +303,64 @@ def _deepspeed_config(zero_stage: int, dtype: torch.dtype, sharding: Sharding) -
     return config
 
 
+_OF_BOTH = {
+    r"^(model\.language_model|language_model\.model)\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+}
+"""What weights of a text model are called in files of a model that reads pictures too, in both layouts."""
+
+
 def load_model(
     model_path: str,
     dtype: torch.dtype,
     sharded_config: dict[str, Any] | None,
 ) -> Any:
-    """The causal language model, without gradients and in evaluation mode (no dropout).
+    """The causal language model, without gradients and in evaluation mode (no dropout). Of one that reads
+    pictures too it is the text model in it.
 
     Args:
         sharded_config: DeepSpeed configuration under whose ZeRO-3 each weight is sharded as it is loaded.
 
     Raises:
-        InvalidRequest: its logits are not those of a linear head above the rest of it.
+        InvalidRequest: it is none of text, its files lack weights, or its logits are not those of a linear
+            head above the rest of it.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-    model_config = AutoConfig.from_pretrained(model_path)
+    both = AutoConfig.from_pretrained(model_path)
+    model_config = both.get_text_config(decoder=True)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
+    if model_class is None:
+        raise InvalidRequest(
+            f"{model_path}: transformers has no causal language model of the kind {model_config.model_type}; "
+            "use another model"
+        )
     if sharded_config:
         share_replicas()
         sharded_config = with_exact_buffers(sharded_config, model_config, dtype)
     # While this object lives, from_pretrained shards each weight as it makes it.
     sharding = HfDeepSpeedConfig(sharded_config) if sharded_config else None
     register()
-    attention = _attention(model_config)
     with reading_own_parts():
-        model = AutoModelForCausalLM.from_pretrained(
+        model, found = model_class.from_pretrained(
             model_path,
+            config=model_config,
             dtype=dtype,
             low_cpu_mem_usage=True,
-            attn_implementation=attention,
+            attn_implementation=FLAT_ATTENTION if is_flat(model_class, model_config) else None,
+            key_mapping=None if model_config is both else _OF_BOTH,
             # Files of PyTorch's own format would be unpickled.
             use_safetensors=True,
+            output_loading_info=True,
         )
     del sharding
+    if lacking := sorted(found["missing_keys"]):
+        # The library makes them up, and says so in a table.
+        raise InvalidRequest(
+            f"{model_path}: its files lack {len(lacking)} weights of {type(model).__name__}, as "
+            f"{lacking[0]}; fetch them again, or use another model"
+        )
     if model.base_model is model:
         raise InvalidRequest(
             f"{model_path}: {type(model).__name__} has no part below its output head; use another model"
@@ -360,11 +384,3 @@ def load_model(
 def computes_flat(model: Any) -> bool:
     """Whether a loaded model takes several sequences at once."""
     return bool(model.config._attn_implementation == FLAT_ATTENTION)
-
-
-def _attention(config: Any) -> str | None:
-    """The implementation of attention to load a model with; None = the library's choice."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return FLAT_ATTENTION if is_flat(model_class, config.get_text_config()) else None

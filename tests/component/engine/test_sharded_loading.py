@@ -6,11 +6,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import deepspeed
 import pytest
 import safetensors.torch
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
+from services.common.contract.errors import InvalidRequest
 from services.common.worlds.sharding import Sharding
 from services.trainer.compute.base_model import (
     _deepspeed_config,
@@ -20,7 +23,14 @@ from services.trainer.compute.base_model import (
 )
 from services.trainer.compute.recurrent.layers import is_recurrent
 from services.trainer.compute.sharding import loading
-from tests.unit.trainer.compute.architectures import FLAT, HYBRID, SINGLE, config_of, random_model
+from tests.unit.trainer.compute.architectures import (
+    FLAT,
+    HYBRID,
+    SINGLE,
+    config_of,
+    random_model,
+    with_pictures,
+)
 
 pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("one_rank")]
 
@@ -40,6 +50,57 @@ def test_every_architecture_keeps_its_buffers(name: str, tmp_path: Path) -> None
     }
     assert torch.float32 in {held.dtype for held in found.values()}
     assert all(torch.equal(held, expected[each]) for each, held in found.items())
+
+
+def old_layout(directory: Path) -> None:
+    """Brings files of a model that reads pictures too into the other layout."""
+    weights = safetensors.torch.load_file(directory / "model.safetensors")
+    renamed = {
+        name.replace("language_model.model.", "model.language_model."): each for name, each in weights.items()
+    }
+    assert renamed.keys() != weights.keys()
+    safetensors.torch.save_file(renamed, directory / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    "name", ["gemma3_text", "gemma3_text of another layout", "qwen3_5_text", "qwen3_5_moe_text"]
+)
+def test_of_a_model_that_reads_pictures_too_the_text_model_is_trained(
+    name: str, stage: int, tmp_path: Path
+) -> None:
+    family, *layout = name.split(maxsplit=1)
+    text = random_model(config_of(family, {**SERVED[family], "vocab_size": 512}), "eager")
+    with_pictures(text).save_pretrained(tmp_path)
+    if layout:
+        old_layout(tmp_path)
+    init_distributed("cpu")
+    config = _deepspeed_config(3, torch.float32, Sharding()) if stage else None
+    model = load_model(str(tmp_path), torch.float32, config)
+    assert type(model) is type(text) and model.config.model_type == family
+    for expected, found in zip(text.parameters(), model.parameters(), strict=True):
+        with deepspeed.zero.GatheredParameters([found], enabled=bool(stage)):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_files_that_lack_a_weight_are_refused(stage: int, tmp_path: Path) -> None:
+    random_model(config_of("llama", {}), "eager").save_pretrained(tmp_path)
+    weights = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    init_distributed("cpu")
+    config = _deepspeed_config(3, torch.float32, Sharding()) if stage else None
+    with pytest.raises(
+        InvalidRequest, match=r"its files lack 1 weights .* as model\.layers\.1\.mlp\.up_proj"
+    ):
+        load_model(str(tmp_path), torch.float32, config)
+
+
+def test_a_model_of_something_else_than_text_is_refused(tmp_path: Path) -> None:
+    AutoConfig.for_model("vit").save_pretrained(tmp_path)
+    with pytest.raises(InvalidRequest, match="no causal language model of the kind vit"):
+        load_model(str(tmp_path), torch.float32, None)
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_5_moe_text"])

@@ -28,9 +28,9 @@ from vllm.v1.worker import gpu_model_runner
 
 from services.sampler.config import HeadDtype, SamplerConfig
 from services.sampler.engine.settings.arguments import engine_args
-from services.sampler.worker import text_models
 from services.sampler.worker.adapters import heads
 from services.sampler.worker.cpu import experts, rotations
+from services.sampler.worker.text import models as text_models
 from services.sampler.worker.v1 import sampling
 from tests.component.sampler.process import make_model
 

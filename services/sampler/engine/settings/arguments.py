@@ -11,6 +11,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -33,11 +34,14 @@ from services.sampler.engine.settings.checks import check_attention, check_model
 from services.sampler.engine.settings.models import (
     adapts,
     compiles,
+    hf_config,
     is_quantised,
     latent_attention,
+    text_alone,
     text_config,
 )
-from services.sampler.worker import head_slots, text_models
+from services.sampler.worker import head_slots
+from services.sampler.worker.text import models as text_models
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +150,9 @@ def engine_args(config: SamplerConfig, device: str) -> AsyncEngineArgs:
     overrides = _routing(config)
     if config.head_dtype == "float32":
         overrides["head_dtype"] = "float32"
-    if overrides:
+    if architecture := text_models.OF_BOTH.get(hf_config(config).model_type):
+        arguments["hf_overrides"] = partial(text_alone, architecture, overrides)
+    elif overrides:
         arguments["hf_overrides"] = overrides
     if drafts := config.speculative_ngram_tokens:
         arguments["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts}

@@ -13,13 +13,12 @@ from services.common.contract.errors import InvalidRequest
 from services.sampler.config import SamplerConfig
 from services.sampler.engine.experts import models as with_experts
 from services.sampler.engine.settings.models import hf_config, is_quantised, latent_attention, text_config
+from services.sampler.worker.text.models import OF_BOTH
 
 # Whose layers have one window or none in vLLM, and windows of their own in transformers.
 _ONE_WINDOW = ("qwen2", "qwen3", "qwen2_moe")
 # Latent attention and the part of it with positions, of a token: vLLM's kernel on CPUs is for no others.
 _CPU_LATENT = (512, 64)
-# Of text and pictures; what they are without pictures has a type of its own.
-_PICTURES = ("qwen3_5", "qwen3_5_moe")
 
 
 def check_model(config: SamplerConfig, arguments: AsyncEngineArgs) -> None:
@@ -68,17 +67,18 @@ def _check_quantised(config: SamplerConfig, model: ModelConfig) -> None:
 
 
 def check_text(config: SamplerConfig) -> None:
-    """Refuses a model that reads pictures too: the trainer trains the text model in it, whose layers have
-    other names in vLLM's code for both, so that no adapter and no full model would fit.
+    """Refuses a model that reads pictures too, or hears, whose text model is not served alone: the trainer
+    trains that, whose layers have other names in vLLM's code for both, so that no adapter would fit.
 
     Raises:
         InvalidRequest: with what to change.
     """
-    if hf_config(config).model_type in _PICTURES:
+    both = hf_config(config)
+    if both.get_text_config() is not both and both.model_type not in OF_BOTH:
         raise InvalidRequest(
-            f"{config.base_model} reads pictures too, and what is trained and sampled here is the text model "
-            "alone: save it (transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained"
-            "(DIRECTORY), and the tokenizer beside it) and serve that"
+            f"{config.base_model} ({both.model_type}) is not of text alone, and what is trained and sampled "
+            f"here is the text model in it, which is found in {' and '.join(OF_BOTH)} only: serve a "
+            "model of text"
         )
 
 

@@ -43,6 +43,22 @@ def hf_config(config: SamplerConfig) -> Any:
         ) from error
 
 
+def text_alone(architecture: str, settings: dict[str, Any], both: Any) -> Any:
+    """The configuration of the text model in one that reads pictures too, as of a model of its own.
+
+    Args:
+        architecture: vLLM's name of it.
+        settings: what it is told besides.
+        both: the configuration of both.
+    """
+    text = both.get_text_config()
+    quantised = getattr(both, "quantization_config", None)
+    text.update({"architectures": [architecture], **settings})
+    if quantised is not None:
+        text.quantization_config = quantised
+    return text
+
+
 def is_quantised(config: SamplerConfig) -> bool:
     """Whether the model's files say that they are. Older ones of compressed-tensors have another word."""
     model = hf_config(config)

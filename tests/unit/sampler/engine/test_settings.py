@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import socket
 import time
 from dataclasses import replace
@@ -20,7 +21,6 @@ from services.sampler.engine.settings import arguments as module
 from services.sampler.engine.settings.arguments import checked_args, engine_args, refusals
 from services.sampler.engine.settings.checks import check_attention, check_text
 from services.sampler.engine.settings.models import adapts, compiles
-from services.sampler.worker import text_models
 
 
 def config_of(directory: Path, family: str, **settings: object) -> SamplerConfig:
@@ -188,13 +188,23 @@ def test_experts_of_deepseek_are_chosen_as_transformers_does(tmp_path: Path) -> 
     assert engine_args(config_of(tmp_path, "llama"), "cuda").hf_overrides == {}
 
 
-@pytest.mark.parametrize("complete", [False, True], ids=["without torchvision", "with torchvision"])
-def test_a_model_that_reads_pictures_is_refused_and_its_text_model_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, complete: bool
-) -> None:
-    monkeypatch.setattr(text_models, "complete", lambda: complete)
-    with pytest.raises(InvalidRequest, match="org/model reads pictures too"):
-        check_text(config_of(tmp_path / "both", "qwen3_5"))
+def test_of_a_model_that_reads_pictures_too_the_text_model_is_served(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "gemma3")
+    check_text(config)
+    overrides: Any = engine_args(config, "cuda").hf_overrides
+    both = AutoConfig.for_model("gemma3")
+    both.quantization_config = {"quant_method": "fp8"}
+    text = pickle.loads(pickle.dumps(overrides))(both)
+    assert (text.model_type, text.architectures) == ("gemma3_text", ["Gemma3ForCausalLM"])
+    assert text.quantization_config == {"quant_method": "fp8"}
+    config = replace(config, head_dtype="float32")
+    overrides = engine_args(config, "cuda").hf_overrides
+    assert overrides(AutoConfig.for_model("gemma3")).head_dtype == "float32"
+
+
+def test_a_model_of_more_than_text_that_nobody_takes_apart_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"org/model \(qwen2_vl\) is not of text alone"):
+        check_text(config_of(tmp_path / "both", "qwen2_vl"))
     check_text(config_of(tmp_path / "text", "qwen3_5_text"))
 
 

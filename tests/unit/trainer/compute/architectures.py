@@ -100,6 +100,23 @@ def config_of(model_type: str, settings: dict[str, Any]) -> Any:
     return AutoConfig.for_model(model_type, **{**_SIZES, **settings})
 
 
+def with_pictures(text: Any) -> Any:
+    """A model that reads pictures too, in which this one, Gemma 3's or Qwen3.5's, is the text model."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    kind = text.config.model_type.removesuffix("_text")
+    small = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    if kind.startswith("qwen3_5"):
+        small = {"depth": 1, "num_heads": 2, "out_hidden_size": text.config.hidden_size}
+    vision = {"hidden_size": 32, "intermediate_size": 32, **small}
+    both = AutoModelForImageTextToText.from_config(
+        AutoConfig.for_model(kind, text_config=text.config.to_dict(), vision_config=vision)
+    )
+    both.model.language_model.load_state_dict(text.model.state_dict())
+    both.lm_head.load_state_dict(text.lm_head.state_dict())
+    return both
+
+
 def random_model(config: Any, attention: str) -> Any:
     """A causal language model with weights that make everything in it matter, in evaluation mode."""
     from transformers import AutoModelForCausalLM
