@@ -115,8 +115,7 @@ def full_model_files(
         Internal: the base model's files cannot be found.
     """
     source = base_directory(model_path)
-    config: dict[str, Any] = json.loads((source / MODEL_CONFIG).read_text())
-    weights = dict(weights)
+    config, weights = _configuration(source), dict(weights)
     if config.get("tie_word_embeddings") and _HEAD in weights:
         if weights[_HEAD] == weights.get(_EMBEDDING):
             del weights[_HEAD]
@@ -144,6 +143,18 @@ def base_directory(model_path: str) -> Path:
         return Path(huggingface_hub.snapshot_download(model_path, allow_patterns=wanted))
     except (OSError, ValueError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise Internal(f"the configuration of {model_path} cannot be had: {error}") from error
+
+
+def _configuration(source: Path) -> dict[str, Any]:
+    """That of a model in a directory, of one that reads pictures too that of the text model in it."""
+    config: dict[str, Any] = json.loads((source / MODEL_CONFIG).read_text())
+    if "text_config" not in config:
+        return config
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    text = AutoConfig.from_pretrained(source).get_text_config(decoder=True)
+    found: dict[str, Any] = json.loads(text.to_json_string(use_diff=False))
+    return {**found, "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__]}
 
 
 def _weight_files(weights: Mapping[str, HostTensor], max_shard_bytes: int) -> dict[str, Writer]:

@@ -18,6 +18,7 @@ from services.launcher.tiny_model import make_tiny_model
 from services.trainer.compute.data import LoraSpec
 from services.trainer.files.export_format import adapter_files, full_model_files, read_adapter
 from services.trainer.files.tensor_files import save_tensors
+from tests.unit.trainer.compute.architectures import FLAT, config_of, random_model, with_pictures
 
 SIZES = {
     "vocab": 300,
@@ -76,6 +77,19 @@ def test_transformers_loads_what_was_exported(
     text = "A tinsmith makes things."
     tokenizers = [AutoTokenizer.from_pretrained(path) for path in (base, tmp_path / "out")]
     assert len({tuple(tokenizer.encode(text)) for tokenizer in tokenizers}) == 1
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5_text"])
+def test_of_a_model_that_reads_pictures_too_the_text_model_is_exported(family: str, tmp_path: Path) -> None:
+    text = random_model(config_of(family, {**FLAT[family], "vocab_size": 512}), "eager")
+    with_pictures(text).save_pretrained(tmp_path / "both")
+    weights = {name: weight.detach() for name, weight in text.named_parameters()}
+    export(tmp_path / "both", tmp_path / "out", weights)
+    found, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert type(found) is type(text) and found.config.architectures == [type(text).__name__]
+    tokens = torch.arange(20)[None]
+    torch.testing.assert_close(found(tokens).logits, text(tokens).logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("rank", [4, 48])
