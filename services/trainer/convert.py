@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from services.common.contract import ids, roles, tensors
 from services.common.contract.errors import InvalidRequest
@@ -126,7 +125,7 @@ def from_pb(operation: operation_pb2.Operation, target: Target) -> Work:
         case "create_model":
             return _create(operation.create_model, target)
         case "forward_backward":
-            return _forward(operation.forward_backward, target, _cutting(operation, target))
+            return _forward(operation, target)
         case "optim_step":
             return Step(_adam(operation.optim_step.adam))
         case "save_state":
@@ -182,25 +181,8 @@ def _adam(adam: training_pb2.AdamParams) -> AdamSpec:
     )
 
 
-class _Cutting(NamedTuple):
-    """How an operation is cut into units; as in `split_operation`."""
-
-    token_budget: int
-    ranks: int
-    one_rank: int
-
-
-def _cutting(operation: operation_pb2.Operation, target: Target) -> _Cutting:
-    """As it was journaled, as far as this trainer can."""
-    return _Cutting(
-        min(operation.micro_batch_tokens or target.unit_tokens, target.unit_tokens),
-        max(1, operation.ranks),
-        # What only runs forward keeps nothing for a backward pass, so one rank holds more of it.
-        operation.one_rank_tokens if target.splits and not operation.forward_backward.forward_only else 0,
-    )
-
-
-def _forward(request: training_pb2.ForwardBackward, target: Target, cutting: _Cutting) -> Forward:
+def _forward(operation: operation_pb2.Operation, target: Target) -> Forward:
+    request = operation.forward_backward
     if not request.data:
         raise InvalidRequest("data is empty; give at least one datum", "empty_data")
     data = []
@@ -213,12 +195,14 @@ def _forward(request: training_pb2.ForwardBackward, target: Target, cutting: _Cu
             for key, value in sorted(pb.loss_inputs.items())
         }
         data.append(Datum(tokens.data, inputs, _routed(pb, target, f"data[{index}]: routed_experts")))
+    # Cut as it was journaled, as far as this trainer can.
     units = split_operation(
         told_apart([datum.tokens for datum in data], [routing.ids_of(datum.routed) for datum in data]),
-        cutting.token_budget,
+        min(operation.micro_batch_tokens or target.unit_tokens, target.unit_tokens),
         shared=target.shares_prefixes,
-        ranks=cutting.ranks,
-        one_rank=cutting.one_rank,
+        ranks=max(1, operation.ranks),
+        # What only runs forward keeps nothing for a backward pass, so one rank holds more of it.
+        one_rank=operation.one_rank_tokens if target.splits and not request.forward_only else 0,
     )
     config = dict(request.loss_config)
     return Forward(tuple(data), request.loss_fn, config, request.forward_only, tuple(units))
