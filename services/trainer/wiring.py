@@ -15,7 +15,7 @@ from services.common.storage.location import connect
 from services.common.tls.wires import Identity
 from services.trainer.compute.engine import Engine
 from services.trainer.compute.memory.capacity import Capacity
-from services.trainer.compute.memory.machine import copies_memory, loads_memory, results_memory
+from services.trainer.compute.memory.machine import OF_COPIES, OF_LOADS, OF_RESULTS, of_machine
 from services.trainer.config import TrainerConfig
 from services.trainer.convert import Target
 from services.trainer.execution.control_ops import ControlOps
@@ -83,7 +83,7 @@ class Trainer:
         staging = staging_of(data, config.id)
         volume = Volume(data)
         self.states = States(world, base, volume, staging)
-        self.loads = LoadRoom(loads_memory(), engine.sizes.loaded)
+        self.loads = LoadRoom(of_machine(OF_LOADS), engine.sizes.loaded)
         self.residency = Residency(
             world,
             models,
@@ -116,11 +116,11 @@ class Trainer:
 
         # What executes operations, and keeps what they came to.
         self.results = ResultRoom(
-            results_memory(),
+            of_machine(OF_RESULTS),
             lambda: {name: model.sequence for name, model in models.items()},
             Journal(client).lowest_pending,
         )
-        self.copies = CopyRoom(copies_memory(), engine.sizes.copy)
+        self.copies = CopyRoom(of_machine(OF_COPIES), engine.sizes.copy)
         control = ControlOps(
             world,
             checkpoints,

@@ -37,10 +37,15 @@ def ranks_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
+def of_machine(part: float) -> int:
+    """Bytes of a part of this machine's memory, whatever the device."""
+    return int(machine_memory() * part)
+
+
 def own_memory(device: str) -> int:
     """What this rank may take when nobody says: of its GPU what others leave, or its share of the machine."""
     if device == "cpu":
-        return int(machine_memory() * OF_THE_MACHINE) // ranks_here()
+        return of_machine(OF_THE_MACHINE) // ranks_here()
     return gpu_memory()
 
 
@@ -51,28 +56,13 @@ def host_memory(given: int | None, device: str) -> int:
         InvalidRequest: the machine has less.
     """
     if given is None:
-        return 0 if device == "cpu" else int(machine_memory() * OF_THE_HOST) // ranks_here()
+        return 0 if device == "cpu" else of_machine(OF_THE_HOST) // ranks_here()
     if given * ranks_here() > machine_memory():
         raise InvalidRequest(
             f"--adapter-host-gib {given / GIB:g} is more than this machine has, which is "
             f"{machine_memory() / GIB:.1f} GiB for {ranks_here()} ranks; give less"
         )
     return given
-
-
-def copies_memory() -> int:
-    """What copies that go one way may take of the first rank's host, whatever the device."""
-    return int(machine_memory() * OF_COPIES)
-
-
-def loads_memory() -> int:
-    """What states that are loaded one way may take of the first rank's host, whatever the device."""
-    return int(machine_memory() * OF_LOADS)
-
-
-def results_memory() -> int:
-    """What results that are kept may take of the first rank's host."""
-    return int(machine_memory() * OF_RESULTS)
 
 
 def keep_to_share(share: float) -> None:

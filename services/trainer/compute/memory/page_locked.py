@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from services.common.process.process import machine_memory
 from services.trainer.compute.memory import staging
-from services.trainer.compute.memory.machine import ranks_here
+from services.trainer.compute.memory.machine import of_machine, ranks_here
 
 OF_THE_MACHINE = 1 / 8
 """Of its memory the ranks on it keep so much at most."""
@@ -55,7 +54,7 @@ def goes_back(use: Use, most: int, seconds: float) -> bool:
 
 def share() -> int:
     """Bytes that this rank may keep."""
-    return int(machine_memory() * OF_THE_MACHINE) // ranks_here()
+    return of_machine(OF_THE_MACHINE) // ranks_here()
 
 
 class PageLocked:
