@@ -2,8 +2,8 @@
 each step.
 
 Invariant: a step depends only on the masters, the moments, the step count and the step's own gradient and
-settings, bit for bit the same whatever other adapters step with it; `export` and `restore` carry moments and
-count bit for bit. Norms are of the whole adapter, and the same number on every rank.
+settings, bit for bit the same whatever other adapters step with it; `restore` takes moments and count over
+bit for bit. Norms are of the whole adapter, and the same number on every rank.
 """
 
 from __future__ import annotations
@@ -67,12 +67,8 @@ class AdapterOptimizer:
         if not self.steps:
             self.moments = {}
 
-    def export(self) -> tuple[int, dict[str, Tensor]]:
-        """Step count and the flat moments ("exp_avg", "exp_avg_sq"); no moments before the first step."""
-        return self.steps, dict(self.moments)
-
     def restore(self, steps: int, moments: Mapping[str, Tensor]) -> None:
-        """Takes over what `export` gave, of as many elements as `flat` has or more."""
+        """Takes over another's steps and moments, of as many elements as `flat` has or more."""
         self.steps = steps
         if not steps:
             self.moments = {}
@@ -144,7 +140,7 @@ def step_together(
         Of each grad_norm (global L2 norm before clipping), learning_rate, update_norm (L2 norm of the
         change); or the error of a gradient that is not finite, of which nothing was applied.
     """
-    norms = _norms([step.gradient for step in due], ranks)
+    norms = _roots(_square_sums([step.gradient for step in due]), ranks) if due else []
     finite = [number for number, norm in enumerate(norms) if norm < float("inf")]
     for number in finite:
         step = due[number]
@@ -247,11 +243,6 @@ def _step(
     )
     torch._foreach_sub_(scratch, masters)
     return _square_sums(scratch)
-
-
-def _norms(tensors: Sequence[Tensor], ranks: int) -> list[float]:
-    """L2 norms of flat tensors of one device, of which each rank has a part; the host waits once."""
-    return _roots(_square_sums(tensors), ranks) if tensors else []
 
 
 def _roots(squares: list[Tensor], ranks: int) -> list[float]:

@@ -191,7 +191,8 @@ class LoraTenant:
     def snapshot(self, optimizer: bool) -> Snapshot:
         """What it is now, with the moments when `optimizer` is set; any rank may call it alone unless it
         `gathers`: then ranks other than 0 get no tensors."""
-        step, moments = self._optimizer.export() if optimizer else (self._optimizer.steps, {})
+        step = self._optimizer.steps
+        moments = self._optimizer.moments if optimizer else {}
         mine = [self.adapter.flat, *moments.values()]
         whole = self._gathered(moments) if self.gathers(optimizer) else copied(mine)
         if whole is None:

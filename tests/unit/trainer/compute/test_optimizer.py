@@ -133,14 +133,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing(flat: torch.Tensor, value
     assert optimizer.steps == 1
 
 
-def test_exported_state_goes_on_bit_for_bit(flat: torch.Tensor, gradients: list[torch.Tensor]) -> None:
+def test_restored_state_goes_on_bit_for_bit(flat: torch.Tensor, gradients: list[torch.Tensor]) -> None:
     optimizer = AdapterOptimizer(flat)
     for gradient, adam in zip(gradients[:2], STEPS[:2], strict=True):
         step(optimizer, gradient.clone(), adam)
-    steps, moments = optimizer.export()
     copy = flat.clone()
     resumed = AdapterOptimizer(copy)
-    resumed.restore(steps, {name: tensor.clone() for name, tensor in moments.items()})
+    resumed.restore(optimizer.steps, {name: moment.clone() for name, moment in optimizer.moments.items()})
     for gradient, adam in zip(gradients[2:], STEPS[2:], strict=True):
         step(optimizer, gradient.clone(), adam)
         step(resumed, gradient.clone(), adam)
@@ -148,7 +147,8 @@ def test_exported_state_goes_on_bit_for_bit(flat: torch.Tensor, gradients: list[
 
 
 def test_there_are_no_moments_before_the_first_step(flat: torch.Tensor) -> None:
-    assert AdapterOptimizer(flat).export() == (0, {})
+    optimizer = AdapterOptimizer(flat)
+    assert (optimizer.steps, optimizer.moments) == (0, {})
 
 
 @pytest.mark.parametrize("block", [2**10, module.HOST_BLOCK])
@@ -180,8 +180,8 @@ def test_steps_of_several_adapters_are_bit_for_bit_those_of_each_alone(
     for one, other in zip(alone, together, strict=True):
         assert torch.equal(one.flat, other.flat)
         assert one.steps == other.steps
-        for name, moment in one.export()[1].items():
-            assert torch.equal(moment, other.export()[1][name])
+        for name, moment in one.moments.items():
+            assert torch.equal(moment, other.moments[name])
 
 
 def test_nothing_due_is_no_step() -> None:
