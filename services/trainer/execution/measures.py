@@ -45,19 +45,14 @@ def kind_of(operation: Operation) -> str:
     return type(work).__name__.lower()
 
 
-def count_pass(plan: Pass, computed: list[int], seconds: float) -> None:
-    """Counts a pass whose micro-batches computed so many tokens each."""
-    PASS_SECONDS.observe(seconds)
+def passed(operations: Sequence[Operation], plan: Pass, computed: list[int], since: float) -> None:
+    """Counts a pass for these operations, which began then and whose batches computed so many tokens."""
+    PASS_SECONDS.observe(time.monotonic() - since)
     for tokens, batch in zip(computed, plan.micro_batches, strict=True):
         PASS_TOKENS.observe(tokens)
         for row in batch.rows:
             direction = "forward" if plan.ops[row.op].forward_only else "forward_backward"
             TOKENS.labels(direction).inc(row.length)
-
-
-def passed(operations: Sequence[Operation], plan: Pass, computed: list[int], since: float) -> None:
-    """Counts a pass for these operations, which began then."""
-    count_pass(plan, computed, time.monotonic() - since)
     about = {"tokens": sum(computed), "shared_by": len(operations)}
     for operation in operations:
         tracing.record("pass of the world", operation.subject, since, **about)

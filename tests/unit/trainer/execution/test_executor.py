@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ from services.trainer import convert
 from services.trainer.compute.data import MicroBatch, Pass, PassOp, Row
 from services.trainer.convert import Forward, Target
 from services.trainer.execution import executor as module
+from services.trainer.execution import measures
 from services.trainer.execution.executor import READ_ASIDE_BYTES, Executor
-from services.trainer.execution.measures import count_pass
 from services.trainer.execution.resident_models import Model, Rejected
 from tests.unit.gateway.tensors import tensor
 from tests.unit.trainer.execution.executing import (
@@ -134,7 +135,9 @@ def counted(name: str, **labels: str) -> float:
     return REGISTRY.get_sample_value(name, labels) or 0.0
 
 
-def test_a_pass_counts_its_time_what_each_batch_computes_and_all_that_was_sent() -> None:
+def test_a_pass_counts_its_time_what_each_batch_computes_and_all_that_was_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def row(op: int, tokens: int) -> Row:
         inputs = {"target_tokens": from_values(np.zeros(tokens, "int64"))}
         return Row(op, 0, np.zeros(tokens, "<i4").tobytes(), inputs)
@@ -151,7 +154,8 @@ def test_a_pass_counts_its_time_what_each_batch_computes_and_all_that_was_sent()
     before = {name: counted(name, **labels) for name, labels in names.items()}
     forward = counted("tinsmith_passed_tokens_total", direction="forward")
     # Of the first batch's 160 tokens 60 are a prefix that is computed once.
-    count_pass(plan, [100, 7], 0.5)
+    monkeypatch.setattr(measures, "time", SimpleNamespace(monotonic=lambda: 10.5))
+    measures.passed([], plan, [100, 7], since=10.0)
     grown = {name: counted(name, **labels) - before[name] for name, labels in names.items()}
     assert grown == pytest.approx(
         {
