@@ -39,9 +39,9 @@ from services.trainer.compute.memory.capacity import Footprint, footprint
 from services.trainer.compute.recurrent.layers import begin_anew
 from services.trainer.compute.replay.routers import Replay
 from services.trainer.compute.sharding import quantized
-from services.trainer.compute.sharding.engines import EVERY_ENGINE
 from services.trainer.compute.sharding.loading import reading_own_parts
 from services.trainer.compute.sharding.stage3 import (
+    EVERY_ENGINE,
     gather_what_is_read,
     held_bytes,
     share_replicas,

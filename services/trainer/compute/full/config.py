@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from services.common.worlds.sharding import Sharding
-from services.trainer.compute.sharding.engines import EVERY_ENGINE
-from services.trainer.compute.sharding.stage3 import stage3
+from services.trainer.compute.sharding.stage3 import EVERY_ENGINE, stage3
 
 BUCKET = 1 << 25
 """Elements that DeepSpeed reduces or gathers at once."""

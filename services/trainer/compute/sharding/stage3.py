@@ -1,7 +1,8 @@
-"""ZeRO-3 as DeepSpeed is told of it.
+"""What every DeepSpeed engine is told, and ZeRO-3 as it is told of that.
 
-Invariant: ranks have one group for the second copy of weights, of which all models of a process are part;
-DeepSpeed itself would make one for its first model, and refuse a second model.
+Invariants: an engine neither counts micro-batches nor measures time: who calls it does. Ranks have one group
+for the second copy of weights, of which all models of a process are part; DeepSpeed itself would make one for
+its first model, and refuse a second model.
 """
 
 from __future__ import annotations
@@ -16,6 +17,13 @@ from torch import nn
 
 from services.common.worlds.sharding import Sharding
 from services.trainer.compute.exchange import wait_alike
+
+EVERY_ENGINE: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 1,
+    # To measure, the host would wait for all of the device before each forward pass.
+    "timers": {"throughput": {"enabled": False}},
+}
 
 # Norms and biases stay on every rank: gathering them costs more than holding them.
 _WHOLE = 10_000
