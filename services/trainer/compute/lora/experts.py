@@ -107,45 +107,31 @@ class _Rows:
 
     def of_tokens(self, x: Tensor) -> Tensor:
         """Of each row its token's of x [tokens, n]: [rows, n]."""
-        return cast(Tensor, _Spread.apply(x, self.order, self._back, self._choices))
+        return cast(Tensor, _Moved.apply(x, self.order, self._back, self._choices, False))
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """The sums of x [rows, n] over the choices of each token: [tokens, n]."""
-        return cast(Tensor, _Gathered.apply(x, self.order, self._back, self._choices))
+        return cast(Tensor, _Moved.apply(x, self.order, self._back, self._choices, True))
 
 
-class _Spread(torch.autograd.Function):
-    """Rows of tokens. Its gradient is summed in the order of choices, so that it is the same each time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, choices: int) -> Tensor:
-        ctx.order, ctx.back, ctx.choices = order, back, choices
-        return _spread(x, order, choices)
+class _Moved(torch.autograd.Function):
+    """Rows of tokens, or if it gathers tokens of rows: each is the other's transpose. Sums are in the order
+    of choices, so that a gradient is the same each time."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _gathered(grads[0], ctx.back, ctx.choices), None, None, None
-
-
-class _Gathered(torch.autograd.Function):
-    """Tokens of rows: the transpose of `_Spread`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, choices: int) -> Tensor:
-        ctx.order, ctx.back, ctx.choices = order, back, choices
-        return _gathered(x, back, choices)
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, choices: int, gathers: bool) -> Tensor:
+        ctx.order, ctx.back, ctx.choices, ctx.gathers = order, back, choices, gathers
+        return _moved(x, order, back, choices, gathers)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _spread(grads[0], ctx.order, ctx.choices), None, None, None
+        return _moved(grads[0], ctx.order, ctx.back, ctx.choices, not ctx.gathers), None, None, None, None
 
 
-def _spread(x: Tensor, order: Tensor, choices: int) -> Tensor:
+def _moved(x: Tensor, order: Tensor, back: Tensor, choices: int, gathers: bool) -> Tensor:
+    if gathers:
+        return x[back].unflatten(0, (-1, choices)).sum(1)
     return x[order // choices]
-
-
-def _gathered(x: Tensor, back: Tensor, choices: int) -> Tensor:
-    return x[back].unflatten(0, (-1, choices)).sum(1)
 
 
 def _linear(x: Tensor, experts: Any, name: str, rows: _Rows) -> Tensor:
