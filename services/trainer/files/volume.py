@@ -11,7 +11,6 @@ import math
 import shutil
 import threading
 import uuid
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -77,21 +76,15 @@ def other_volume(data: DataDir, wanted: str) -> Internal:
     )
 
 
-def _free_bytes(directory: Path) -> int:
-    return shutil.disk_usage(directory).free
-
-
 class FreeBytes:
     """Thread-safe.
 
     Args:
-        directory: on the volume.
-        ask: the volume itself, which may hang.
+        directory: on the volume, which may hang.
     """
 
-    def __init__(self, directory: Path, ask: Callable[[Path], int] = _free_bytes) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._ask = ask
         self._lock = threading.Lock()
         self._answer: Future[int] | None = None
 
@@ -111,6 +104,6 @@ class FreeBytes:
 
     def _answer_with(self, answer: Future[int]) -> None:
         try:
-            answer.set_result(self._ask(self._directory))
+            answer.set_result(shutil.disk_usage(self._directory).free)
         except OSError as error:
             answer.set_exception(error)

@@ -7,6 +7,7 @@ import math
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,12 +32,13 @@ def test_a_volume_that_hangs_holds_up_one_thread_and_nobody_else(
     asked: list[Path] = []
     answers = threading.Event()
 
-    def ask(directory: Path) -> int:
+    def ask(directory: Path) -> SimpleNamespace:
         asked.append(directory)
         answers.wait(60)
-        return 7
+        return SimpleNamespace(free=7)
 
-    free = FreeBytes(tmp_path, ask)
+    monkeypatch.setattr(shutil, "disk_usage", ask)
+    free = FreeBytes(tmp_path)
     assert all(math.isnan(free.read()) for _ in range(5))
     assert asked == [tmp_path]
     monkeypatch.setattr(volume, "_PATIENCE_S", 60.0)
