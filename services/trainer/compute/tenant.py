@@ -283,32 +283,19 @@ def skipped(adam: AdamSpec) -> dict[str, float]:
 
 
 def _flattened(adapter: Adapter, named: Mapping[str, HostTensor | None]) -> Tensor:
-    """Named matrices as one flat host tensor in the adapter's layout."""
-    views = adapter.views(flat := torch.empty(adapter.part.size, dtype=torch.float32))
-    _check_shapes(named, {name: tuple(view.shape) for name, view in views.items()})
-    for name, view in views.items():
-        array = named[name]
-        assert array is not None
-        view.numpy()[...] = array.values()
-    return flat
-
-
-def _check_shapes(named: Mapping[str, HostTensor | None], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuses tensors of a saved state that do not fit a model.
-
-    Args:
-        wanted: shape of each of the model's float32 tensors.
+    """Named matrices of a saved state as one flat host tensor in the adapter's layout.
 
     Raises:
         InvalidRequest: a tensor is missing, too many, or of another type or shape.
     """
-    if named.keys() != wanted.keys():
+    views = adapter.views(flat := torch.empty(adapter.part.size, dtype=torch.float32))
+    if named.keys() != views.keys():
         raise InvalidRequest(
             "the saved state trains other modules than this model; create the model from the state instead",
             "state_mismatch",
         )
-    for name, shape in wanted.items():
-        array = named[name]
+    for name, view in views.items():
+        array, shape = named[name], tuple(view.shape)
         if array is None or array.dtype != "float32" or array.shape != shape:
             found = "nothing" if array is None else f"{array.dtype} of shape {list(array.shape)}"
             raise InvalidRequest(
@@ -316,3 +303,5 @@ def _check_shapes(named: Mapping[str, HostTensor | None], wanted: Mapping[str, t
                 f"{list(shape)}; create the model from the state instead",
                 "state_mismatch",
             )
+        view.numpy()[...] = array.values()
+    return flat
