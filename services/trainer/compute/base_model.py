@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from services.common.contract.errors import InvalidRequest
@@ -68,6 +69,7 @@ def init_distributed(device: str) -> None:
     # Read when deepspeed is first imported; otherwise a machine with a GPU would always use it.
     os.environ.setdefault("DS_ACCELERATOR", device)
     import deepspeed
+    from deepspeed.utils import groups
 
     if device == "cuda":
         local_rank, visible = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
@@ -85,22 +87,14 @@ def init_distributed(device: str) -> None:
     deepspeed.init_distributed(
         dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=COLLECTIVE_TIMEOUT
     )
-    _wait_alike()
+    # It reduces gradients and spreads weights in a group of its own of the same ranks.
+    wait_alike(groups._get_data_parallel_group())
     if device == "cpu":
         _unlink_shared_buffer()
 
 
-def _wait_alike() -> None:
-    """DeepSpeed reduces gradients and spreads weights in a group of its own of the same ranks."""
-    from deepspeed.utils import groups
-
-    wait_alike(groups._get_data_parallel_group())
-
-
 def _meet(backend: str) -> None:
     """Joins the process group on MASTER_ADDR, and on no other address."""
-    import torch.distributed as dist
-
     if dist.is_initialized():
         return
     rank, world, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), COLLECTIVE_TIMEOUT
@@ -148,8 +142,6 @@ def _load_collectives() -> None:
 
 def _unlink_shared_buffer() -> None:
     """Takes the name off this rank's segment of shared memory (69 MB), which DeepSpeed leaves behind."""
-    import torch.distributed as dist
-
     # Once every rank has come here all of them have mapped it.
     dist.barrier()
     world = f"{os.environ.get('MASTER_ADDR', '')}_{os.environ.get('MASTER_PORT', '')}"
@@ -194,6 +186,7 @@ class BaseModel:
         init_distributed(device)
         import deepspeed
 
+        ranks = dist.get_world_size()
         self._router = router
         self.device = f"cuda:{torch.cuda.current_device()}" if device == "cuda" else "cpu"
         self.collective = zero_stage == 3
@@ -214,11 +207,10 @@ class BaseModel:
             meet_when_read(sum(each.nbytes for each in model.parameters()), self.device)
         self._engine, *_ = deepspeed.initialize(model=scorer, config=config)
         if sharding.quantized_base:
-            quantized.quantize_shards(scorer, torch.distributed.get_world_size())
+            quantized.quantize_shards(scorer, ranks)
         # The engine's own call forbids a plain backward(), so the wrapped module is called.
         self._scorer = self._engine.module
         self.elements = sum(getattr(each, "ds_numel", each.numel()) for each in scorer.parameters())
-        ranks = torch.distributed.get_world_size()
         asked = check_own_forward(
             model,
             lambda *given: self._scorer(*given)[0],
