@@ -293,14 +293,8 @@ class Broadcaster:
 
     def _abandon(self, future: asyncio.Future[Any]) -> None:
         """Nobody waits any more for this part of a join, which ends by itself at its deadline."""
-
-        def ended(done: asyncio.Future[Any]) -> None:
-            self._abandoned.discard(done)
-            # An error that nobody asks for is no news.
-            failure(done)
-
-        self._abandoned.add(future)
-        future.add_done_callback(ended)
+        self._abandoned.add(unheard(future))
+        future.add_done_callback(self._abandoned.discard)
 
     def _leave_out(self, members: Sequence[Member]) -> None:
         LEFT_OUT.inc(len(members))

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 from prometheus_client import Counter
 
-from services.common.process.tasks import cancel_all, detached
+from services.common.process.tasks import cancel_all, detached, unheard
 from services.common.process.threads import WorkerThread
 from services.common.weights import WeightGroup
 
@@ -66,7 +66,8 @@ class Leaving:
         await cancel_all(set(self._watched))
 
     async def _see(self, epoch: int, aborted: Future[None]) -> None:
-        ended = asyncio.wrap_future(aborted)
+        # One that fails after its deadline was told of already.
+        ended = unheard(asyncio.wrap_future(aborted))
         ended.add_done_callback(self._ended)
         await asyncio.wait([ended], timeout=ABORT_TIMEOUT_S)
         if not ended.done():
@@ -81,8 +82,5 @@ class Leaving:
         if not join.cancelled() and join.exception() is None:
             self.give_up(join.result())
 
-    def _ended(self, ended: asyncio.Future[None]) -> None:
+    def _ended(self, _: asyncio.Future[None]) -> None:
         self._under_way -= 1
-        if not ended.cancelled():
-            # One that fails after its deadline was told of already.
-            ended.exception()
