@@ -16,6 +16,7 @@ from pathlib import Path
 
 from services.common.contract.errors import Internal, StorageAway, Unavailable
 from services.common.process.pools import VOLUME_LOOKS
+from services.common.process.threads import WorkerThread
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import written_once
 
@@ -85,6 +86,7 @@ class FreeBytes:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._thread = WorkerThread("free bytes")
         self._lock = threading.Lock()
         self._answer: Future[int] | None = None
 
@@ -92,18 +94,10 @@ class FreeBytes:
         """Free bytes; NaN where the volume is not there, or does not answer at once."""
         with self._lock:
             if self._answer is None or self._answer.done():
-                self._answer = Future()
-                asking = threading.Thread(target=self._answer_with, args=(self._answer,), daemon=True)
-                asking.start()
+                self._answer = self._thread.submit(lambda: shutil.disk_usage(self._directory).free)
             answer = self._answer
         try:
             return answer.result(_PATIENCE_S)
         except OSError:
             # A wait that took too long is one, too.
             return math.nan
-
-    def _answer_with(self, answer: Future[int]) -> None:
-        try:
-            answer.set_result(shutil.disk_usage(self._directory).free)
-        except OSError as error:
-            answer.set_exception(error)
