@@ -142,7 +142,7 @@ def load(config: TrainerConfig, place: Place) -> tuple[Engine, Channel, Capacity
         found.adapter_host_bytes / GIB,
     )
     shortage = Shortage(DataDir(config.data_dir).run, config.id)
-    return engine, Channel(place.rank, place.world_size, COLLECTIVE_TIMEOUT, shortage.tell), found
+    return engine, Channel(place.world_size, COLLECTIVE_TIMEOUT, shortage.tell), found
 
 
 class _Server:

@@ -45,14 +45,9 @@ class Channel:
     """
 
     def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        timeout: timedelta,
-        tell: Callable[[LacksMemory], None] = lambda lack: None,
+        self, world_size: int, timeout: timedelta, tell: Callable[[LacksMemory], None] = lambda lack: None
     ) -> None:
         self.tell = tell
-        self._rank = rank
         self.ranks = world_size
         self._group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
 

@@ -66,7 +66,7 @@ class Trainer:
     def __init__(self, engine: Engine, client: redis.asyncio.Redis, url: str, base: Path, data: Path) -> None:
         self.engine = engine
         self.thread = WorkerThread("engine")
-        self.world = World(self.thread, engine, Channel(0, 1, timedelta(seconds=60)), 60)
+        self.world = World(self.thread, engine, Channel(1, timedelta(seconds=60)), 60)
         self.sender = Broadcaster(client, url, BASE_MODEL, "cpu", torch.float32)
         self.models: dict[str, Model] = {}
         self._executor = executor_of(

@@ -191,7 +191,7 @@ class TwoRanks(Channel):
     """A rank whose peer came to the given outcome."""
 
     def __init__(self, theirs: str) -> None:
-        super().__init__(0, 1, timedelta(seconds=1))
+        super().__init__(1, timedelta(seconds=1))
         self._theirs = theirs
 
     def _exchange(self, outcome: str) -> list[str]:

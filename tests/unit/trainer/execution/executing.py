@@ -103,7 +103,7 @@ class Trainer(Roomy):
         self.changed: list[str] = []
         """Models whose state is to become durable."""
         self.thread = WorkerThread("engine")
-        self.world = World(self.thread, engine, Channel(0, 1, timedelta(seconds=5)), 5)
+        self.world = World(self.thread, engine, Channel(1, timedelta(seconds=5)), 5)
         self.models = {model.model_id: model for model in models}
         self.ledger = directory / "executing"
         parts = {"changed": self.changed.append, "adapters": self, **self.parts()}

@@ -52,7 +52,7 @@ class MortalPeer(Channel):
     """The other rank: it follows until it dies, and rank 0 hears of that when both should agree."""
 
     def __init__(self) -> None:
-        super().__init__(0, 1, timedelta(seconds=1))
+        super().__init__(1, timedelta(seconds=1))
         self.dead = False
 
     def agree(self, error: Exception | None, refused: str = "") -> None:

@@ -94,7 +94,7 @@ def test_a_rank_tells_of_its_lack_before_the_world_ends(shortage: Shortage) -> N
         def run_pass(self, work: Pass) -> list[RowResult]:
             raise SEVERAL
 
-    channel = Channel(0, 1, timedelta(seconds=1), shortage.tell)
+    channel = Channel(1, timedelta(seconds=1), shortage.tell)
     with pytest.raises(WorldFailure, match="4 rows, 1024 tokens"):
         execute(cast(Engine, Full()), channel, RunPass(Pass([], [])))
     assert shortage.cause() is not None

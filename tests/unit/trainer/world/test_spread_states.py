@@ -51,7 +51,7 @@ class Told(Channel):
     """A channel that keeps what the other ranks are told, and whether they were asked what came of it."""
 
     def __init__(self) -> None:
-        super().__init__(0, 1, timedelta(seconds=1))
+        super().__init__(1, timedelta(seconds=1))
         self.told: list[Command] = []
         self.agreed = 0
 

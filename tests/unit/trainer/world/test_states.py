@@ -86,7 +86,7 @@ async def test_a_snapshot_without_memory_fails_alone(
     thread: WorkerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Rank0()
-    world = World(thread, cast(Engine, engine), Channel(0, 1, timedelta(seconds=5)), 60)
+    world = World(thread, cast(Engine, engine), Channel(1, timedelta(seconds=5)), 60)
 
     def full(*_: object, **__: object) -> FullSnapshot:
         raise RuntimeError("can't allocate memory: a copy takes 5 bytes of the host that has 1")

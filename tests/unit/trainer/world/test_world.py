@@ -56,7 +56,7 @@ from tests.unit.trainer.world.engines import STEP, MortalPeer, Rank0
 )
 def test_a_command_that_fails_for_want_of_memory_on_every_rank_says_so(error: Exception, code: str) -> None:
     with pytest.raises(Internal) as failed:
-        Channel(0, 1, timedelta(seconds=1)).agree(error)
+        Channel(1, timedelta(seconds=1)).agree(error)
     assert failed.value.code == code
 
 
@@ -79,7 +79,7 @@ async def test_a_device_that_fails_ends_the_world_whatever_it_was_asked(
         ("snapshot", lambda world: world.state("m")),
     ):
         engine = Rank0()
-        world = World(thread, cast(Engine, engine), Channel(0, 1, timedelta(seconds=5)), 60)
+        world = World(thread, cast(Engine, engine), Channel(1, timedelta(seconds=5)), 60)
         await world.step(STEP)
         monkeypatch.setattr(engine, method, fails, raising=False)
         with pytest.raises(WorldFailure, match="illegal memory access"):
@@ -240,7 +240,7 @@ def test_a_load_that_breaks_off_for_want_of_memory_is_blamed_alone() -> None:
             raise torch.OutOfMemoryError("in the middle")
 
     told: list[LacksMemory] = []
-    channel = Channel(0, 1, timedelta(seconds=5), told.append)
+    channel = Channel(1, timedelta(seconds=5), told.append)
     load = LoadState("m", 8, ModelState(LoraSpec(1), {}, {}, 0), False)
     with pytest.raises(WorldFailure, match="LoadState broke off"):
         execute(cast(Engine, Loads()), channel, load)
@@ -253,7 +253,7 @@ async def test_a_step_that_breaks_off_for_want_of_memory_is_told_of_where_it_was
     told: list[LacksMemory] = []
     for steps, blamed in (([STEP], [("m", STEP.seq_id)]), ([STEP, ModelStep("n", 1, AdamSpec())], [])):
         told.clear()
-        channel = Channel(0, 1, timedelta(seconds=5), told.append)
+        channel = Channel(1, timedelta(seconds=5), told.append)
         with pytest.raises(WorldFailure, match="OptimSteps broke off"):
             execute(cast(Engine, Broken()), channel, OptimSteps(steps))
         assert [lack.operation for lack in told] == blamed
@@ -292,7 +292,7 @@ def test_a_large_state_is_not_copied_twice_on_its_way_to_the_ranks(monkeypatch: 
     nbytes = 2**24
     matrix = HostTensor("float32", (nbytes // 4,), bytes(nbytes))
     command = CreateModel("m", 0, LoraSpec(8), ModelState(LoraSpec(8), {"a": matrix}, {}, 3))
-    channel, sent = Channel(0, 1, timedelta(seconds=5)), []
+    channel, sent = Channel(1, timedelta(seconds=5)), []
     monkeypatch.setattr(channel, "_group", object())
     monkeypatch.setattr(dist, "broadcast", lambda tensor, *_: sent.append(tensor))
     tracemalloc.start()
