@@ -40,6 +40,7 @@ from services.trainer.compute.memory.capacity import Footprint, footprint
 from services.trainer.compute.recurrent.layers import begin_anew
 from services.trainer.compute.replay.routers import Replay
 from services.trainer.compute.sharding import quantized
+from services.trainer.compute.sharding.dequantized import in_one_type, read_whole
 from services.trainer.compute.sharding.loading import reading_own_parts
 from services.trainer.compute.sharding.stage3 import (
     EVERY_ENGINE,
@@ -314,8 +315,8 @@ def load_model(
         sharded_config: DeepSpeed configuration under whose ZeRO-3 each weight is sharded as it is loaded.
 
     Raises:
-        InvalidRequest: it is none of text, its files lack weights, or its logits are not those of a linear
-            head above the rest of it.
+        InvalidRequest: it is none of text, its files lack weights or are quantised in a way that is not
+            read, or its logits are not those of a linear head above the rest of it.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
@@ -328,6 +329,7 @@ def load_model(
             f"{model_path}: transformers has no causal language model of the kind {model_config.model_type}; "
             "use another model"
         )
+    read_whole(model_config, both, model_path)
     if sharded_config:
         share_replicas()
         sharded_config = with_exact_buffers(sharded_config, model_config, dtype)
@@ -362,6 +364,7 @@ def load_model(
             f"{model_path}: {type(model).__name__} has no linear output head; use another model"
         )
     model.requires_grad_(False).eval()
+    in_one_type(model, dtype)
     if sharded_config:
         gather_what_is_read(model)
     if dtype == torch.float32:

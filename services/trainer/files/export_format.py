@@ -146,8 +146,10 @@ def base_directory(model_path: str) -> Path:
 
 
 def _configuration(source: Path) -> dict[str, Any]:
-    """That of a model in a directory, of one that reads pictures too that of the text model in it."""
+    """That of a model in a directory, of one that reads pictures too that of the text model in it; whose
+    weights are as they are, although those of the directory may be quantised."""
     config: dict[str, Any] = json.loads((source / MODEL_CONFIG).read_text())
+    config.pop("quantization_config", None)
     if "text_config" not in config:
         return config
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig

@@ -23,6 +23,7 @@ from services.trainer.compute.base_model import (
 )
 from services.trainer.compute.recurrent.layers import is_recurrent
 from services.trainer.compute.sharding import loading
+from tests.component.engine import quantised
 from tests.unit.trainer.compute.architectures import (
     FLAT,
     HYBRID,
@@ -95,6 +96,24 @@ def test_files_that_lack_a_weight_are_refused(stage: int, tmp_path: Path) -> Non
         InvalidRequest, match=r"its files lack 1 weights .* as model\.layers\.1\.mlp\.up_proj"
     ):
         load_model(str(tmp_path), torch.float32, config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", quantised.KINDS)
+def test_quantised_files_are_read_as_what_they_stand_for(
+    kind: str, stage: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    weights = quantised.make(kind, tmp_path)
+    init_distributed("cpu")
+    config = _deepspeed_config(3, dtype, Sharding()) if stage else None
+    model = load_model(str(tmp_path), dtype, config)
+    found = dict(model.named_parameters())
+    assert {name for name in weights if name in found} == found.keys()
+    for name, weight in found.items():
+        with deepspeed.zero.GatheredParameters([weight], enabled=bool(stage)):
+            assert weight.dtype == dtype
+            assert torch.equal(weight, weights[name].to(dtype)), name
 
 
 def test_a_model_of_something_else_than_text_is_refused(tmp_path: Path) -> None:

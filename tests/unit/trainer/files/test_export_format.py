@@ -92,6 +92,13 @@ def test_of_a_model_that_reads_pictures_too_the_text_model_is_exported(family: s
     torch.testing.assert_close(found(tokens).logits, text(tokens).logits, atol=1e-4, rtol=1e-4)
 
 
+def test_a_model_of_a_quantised_base_is_exported_as_it_is(base: Path, tmp_path: Path) -> None:
+    config = json.loads((base / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    export(tmp_path, tmp_path / "out", changed_weights(base))
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
 @pytest.mark.parametrize("rank", [4, 48])
 def test_peft_adds_the_tensors_of_an_adapter_at_the_trainers_scale(
     base: Path, tmp_path: Path, rank: int

@@ -1,0 +1,35 @@
+"""Which quantised weights are read as what they stand for, whatever the device could compute with."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import AutoConfig
+
+from services.common.contract.errors import InvalidRequest
+from services.trainer.compute.sharding.dequantized import read_whole
+
+
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+def test_those_that_the_library_reads_whole_are_read_whole(kind: str) -> None:
+    both = AutoConfig.for_model("gemma3")
+    both.quantization_config = {"quant_method": kind, "weight_block_size": [16, 16]}
+    text = both.get_text_config()
+    read_whole(text, both, "org/model")
+    assert text.quantization_config == {
+        "quant_method": kind,
+        "weight_block_size": [16, 16],
+        "dequantize": True,
+    }
+
+
+def test_others_are_refused_with_what_to_use() -> None:
+    config = AutoConfig.for_model("qwen3")
+    config.quantization_config = {"quant_method": "awq"}
+    with pytest.raises(InvalidRequest, match=r"org/model: its files are quantised \(awq\).*was quantised"):
+        read_whole(config, config, "org/model")
+
+
+def test_a_model_that_is_not_quantised_stays_as_it_is() -> None:
+    config = AutoConfig.for_model("qwen3")
+    read_whole(config, config, "org/model")
+    assert not hasattr(config, "quantization_config")
