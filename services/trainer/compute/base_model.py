@@ -37,10 +37,11 @@ from services.trainer.compute.logprobs import LogprobHead, Targets
 from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.lora.targets import find_linears, find_unadapted, hook_adapters
 from services.trainer.compute.memory.capacity import Footprint, footprint
+from services.trainer.compute.model_files.dequantized import in_one_type
+from services.trainer.compute.model_files.text_model import check_whole, text_model
 from services.trainer.compute.recurrent.layers import begin_anew
 from services.trainer.compute.replay.routers import Replay
 from services.trainer.compute.sharding import quantized
-from services.trainer.compute.sharding.dequantized import in_one_type, read_whole
 from services.trainer.compute.sharding.loading import reading_own_parts
 from services.trainer.compute.sharding.stage3 import (
     EVERY_ENGINE,
@@ -296,65 +297,43 @@ def _deepspeed_config(zero_stage: int, dtype: torch.dtype, sharding: Sharding) -
     return config
 
 
-_OF_BOTH = {
-    r"^(model\.language_model|language_model\.model)\.": "model.",
-    r"^language_model\.lm_head\.": "lm_head.",
-}
-"""What weights of a text model are called in files of a model that reads pictures too, in both layouts."""
-
-
 def load_model(
     model_path: str,
     dtype: torch.dtype,
     sharded_config: dict[str, Any] | None,
 ) -> Any:
-    """The causal language model, without gradients and in evaluation mode (no dropout). Of one that reads
-    pictures too it is the text model in it.
+    """The causal language model, without gradients and in evaluation mode (no dropout).
 
     Args:
         sharded_config: DeepSpeed configuration under whose ZeRO-3 each weight is sharded as it is loaded.
 
     Raises:
-        InvalidRequest: it is none of text, its files lack weights or are quantised in a way that is not
-            read, or its logits are not those of a linear head above the rest of it.
+        InvalidRequest: as `text_model`; its files lack weights, or its logits are not those of a linear head
+            above the rest of it.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-    both = AutoConfig.from_pretrained(model_path)
-    model_config = both.get_text_config(decoder=True)
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
-    if model_class is None:
-        raise InvalidRequest(
-            f"{model_path}: transformers has no causal language model of the kind {model_config.model_type}; "
-            "use another model"
-        )
-    read_whole(model_config, both, model_path)
+    text = text_model(model_path)
     if sharded_config:
         share_replicas()
-        sharded_config = with_exact_buffers(sharded_config, model_config, dtype)
+        sharded_config = with_exact_buffers(sharded_config, text.config, dtype)
     # While this object lives, from_pretrained shards each weight as it makes it.
     sharding = HfDeepSpeedConfig(sharded_config) if sharded_config else None
     register()
     with reading_own_parts():
-        model, found = model_class.from_pretrained(
+        model, found = text.kind.from_pretrained(
             model_path,
-            config=model_config,
+            config=text.config,
             dtype=dtype,
             low_cpu_mem_usage=True,
-            attn_implementation=FLAT_ATTENTION if is_flat(model_class, model_config) else None,
-            key_mapping=None if model_config is both else _OF_BOTH,
+            attn_implementation=FLAT_ATTENTION if is_flat(text.kind, text.config) else None,
+            key_mapping=text.names,
             # Files of PyTorch's own format would be unpickled.
             use_safetensors=True,
             output_loading_info=True,
         )
     del sharding
-    if lacking := sorted(found["missing_keys"]):
-        # The library makes them up, and says so in a table.
-        raise InvalidRequest(
-            f"{model_path}: its files lack {len(lacking)} weights of {type(model).__name__}, as "
-            f"{lacking[0]}; fetch them again, or use another model"
-        )
+    check_whole(model, found["missing_keys"], model_path)
     if model.base_model is model:
         raise InvalidRequest(
             f"{model_path}: {type(model).__name__} has no part below its output head; use another model"

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from services.common.contract.errors import InvalidRequest
-from services.trainer.compute.sharding.dequantized import read_whole
+from services.trainer.compute.model_files.dequantized import read_whole
 
 
 @pytest.mark.parametrize("kind", ["fp8", "mxfp4"])

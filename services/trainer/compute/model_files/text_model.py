@@ -1,0 +1,77 @@
+"""Which causal language model there is in a model's files.
+
+Published models of some families read pictures too: what is trained is the text model in them, as what a
+sampler serves.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from huggingface_hub.errors import StrictDataclassError
+
+from services.common.contract.errors import InvalidRequest
+from services.trainer.compute.model_files.dequantized import read_whole
+
+_OF_BOTH = {
+    r"^(model\.language_model|language_model\.model)\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+}
+
+
+class TextModel(NamedTuple):
+    """How transformers is to load it.
+
+    Attributes:
+        kind: its class.
+        config: its configuration.
+        names: what its weights are called in files of a model that reads pictures too, in both layouts that
+            there are, and what in the model; None: their names are the model's.
+    """
+
+    kind: Any
+    config: Any
+    names: dict[str, str] | None
+
+
+def text_model(model_path: str) -> TextModel:
+    """That of a directory or hub id.
+
+    Raises:
+        InvalidRequest: there is none that transformers knows, or its files are quantised in a way that is not
+            read.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    try:
+        whole = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+    except (ValueError, StrictDataclassError) as error:
+        # Of a contradiction within, the library says only in which of its functions it was found.
+        words = str(error.__cause__ or error).splitlines()[0].rstrip(" .")
+        raise InvalidRequest(
+            f"{model_path}: transformers cannot read what kind of model it is: {words}; mend its config.json "
+            "or use a model whose model_type the installed transformers knows: code that comes with a model "
+            "is not run"
+        ) from error
+    config = whole.get_text_config(decoder=True)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None:
+        raise InvalidRequest(
+            f"{model_path}: transformers has no causal language model of the kind {config.model_type}; use "
+            "another model"
+        )
+    read_whole(config, whole, model_path)
+    return TextModel(kind, config, None if config is whole else _OF_BOTH)
+
+
+def check_whole(model: Any, lacking: set[str], model_path: str) -> None:
+    """Refuses a model of which files lack weights: transformers makes them up, and says so in a table.
+
+    Raises:
+        InvalidRequest: they do.
+    """
+    if lacking:
+        raise InvalidRequest(
+            f"{model_path}: its files lack {len(lacking)} weights of {type(model).__name__}, as "
+            f"{min(lacking)}; fetch them again, or use another model"
+        )
