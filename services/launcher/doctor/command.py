@@ -13,7 +13,7 @@ from services.common.contract.errors import InvalidRequest
 from services.launcher import plan
 from services.launcher.doctor import facts, report, sizing
 from services.launcher.doctor.facts import Facts
-from services.launcher.doctor.sizing import PUBLISHED, Experts, Load, Shape
+from services.launcher.doctor.sizing import PUBLISHED, Experts, LinearAttention, Load, Shape
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([MB])", re.IGNORECASE)
 
@@ -87,6 +87,9 @@ _UNCOUNTED = (
     "interleave_moe_layer_step",
 )
 """Beginnings of settings that this arithmetic knows nothing of."""
+_LINEAR = {"qwen3_next": True, "qwen3_5_text": False, "qwen3_5_moe_text": False}
+"""Types of models whose linear attention it knows, and whether that makes all of a token by two linears."""
+_OF_LINEAR = ("linear_", "full_attention_interval")
 
 
 def shape_of(model: str) -> dict[str, Shape]:
@@ -135,8 +138,13 @@ def from_config(config: dict[str, Any]) -> Shape:
         InvalidRequest: it is not that of a decoder with attention alone.
     """
     config = config.get("text_config", config)
-    uncounted = [name for name in config if name.startswith(_UNCOUNTED) and config[name]]
-    if uncounted or "linear_attention" in (config.get("layer_types") or ()):
+    known = config.get("model_type") in _LINEAR
+    uncounted = [
+        name
+        for name in config
+        if name.startswith(_UNCOUNTED) and config[name] and not (known and name.startswith(_OF_LINEAR))
+    ]
+    if uncounted or ("linear_attention" in (config.get("layer_types") or ()) and not known):
         raise InvalidRequest(
             f"its config.json has {uncounted[0] if uncounted else 'linear attention'}, which is not counted "
             "here: start it with --memory-gib, and see what `tinsmith status` says is used"
@@ -146,16 +154,31 @@ def from_config(config: dict[str, Any]) -> Shape:
         return Shape(
             layers=config["num_hidden_layers"],
             hidden=hidden,
-            intermediate=config["intermediate_size"],
+            intermediate=config.get("intermediate_size") or config["moe_intermediate_size"],
             heads=heads,
             kv_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or hidden // heads,
             vocabulary=config["vocab_size"],
             tied=config.get("tie_word_embeddings", False),
             experts=_experts(config),
+            linear=_linear(config) if known else None,
         )
     except KeyError as error:
         raise InvalidRequest(f"its config.json has no {error.args[0]}: not a language model") from error
+
+
+def _linear(config: dict[str, Any]) -> LinearAttention:
+    layers, every = config["num_hidden_layers"], config.get("full_attention_interval") or 4
+    kinds = config.get("layer_types") or ()
+    return LinearAttention(
+        layers=kinds.count("linear_attention") if kinds else layers - layers // every,
+        key_heads=config["linear_num_key_heads"],
+        value_heads=config["linear_num_value_heads"],
+        key_dim=config["linear_key_head_dim"],
+        value_dim=config["linear_value_head_dim"],
+        taps=config["linear_conv_kernel_dim"],
+        fused=_LINEAR[config["model_type"]],
+    )
 
 
 def _experts(config: dict[str, Any]) -> Experts | None:

@@ -7,12 +7,14 @@ Where it comes from:
 - Activations: what PyTorch keeps for the backward pass of one micro-batch. Bytes per token and layer are
   linear in the layer's widths; the coefficients were measured on Qwen3 layers with the trainer's adapters on
   every linear, and tests/unit/launcher/doctor/test_sizing.py measures them again. On GPUs (elements of 2
-  bytes) a layer keeps its input alone, and one layer at a time is computed again.
+  bytes) a layer keeps its input alone, and one layer at a time is computed again. What linear attention keeps
+  is as the trainer counts it (trainer/compute/memory/capacity.py, trainer/compute/recurrent/layers.py).
 - An adapter of rank r has r * (in + out) parameters in every linear; in experts, the factor beside the
   model's width is there once, as in trainer/compute/lora/experts.py. What training keeps of each is
   the trainer's own count (trainer/compute/memory/capacity.py), on one rank.
 - A model that trains all weights takes 24 bytes a parameter (README.md, "In your terms").
-- Keys and values: 2 * layers * kv_heads * head_dim elements a token.
+- Keys and values: 2 * layers * kv_heads * head_dim elements a token, of layers with full attention; linear
+  attention has a state of value_heads * key_dim * value_dim float32 numbers a sequence instead.
 - Slots for adapters: vLLM holds `max_loras` of them at the largest rank in the type of the base.
 - `OVERHEAD` for a CUDA context, kernels and communication is an allowance, not a measurement.
 """
@@ -47,8 +49,59 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class LinearAttention:
+    """Gated delta rule of Qwen3-Next and Qwen3.5, in some layers in the place of attention.
+
+    Attributes:
+        layers: that have it.
+        key_heads, value_heads: and `key_dim` and `value_dim` of each.
+        taps: of its convolution.
+        fused: it makes all of a token by two linears, and not by four.
+    """
+
+    layers: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    fused: bool
+
+    @property
+    def convolved(self) -> int:
+        """Features that its convolution mixes."""
+        return 2 * self.key_heads * self.key_dim + self._values
+
+    @property
+    def state(self) -> int:
+        """Numbers that go on from token to token, beside what the convolution reaches back to."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+    def linears(self, hidden: int) -> Linears:
+        """(in, out) of its linears."""
+        made = [self.convolved, self._values, self.value_heads, self.value_heads]
+        if self.fused:
+            made = [self.convolved + self._values, 2 * self.value_heads]
+        return (*((hidden, each) for each in made), (self._values, hidden))
+
+    def kept_bytes(self, hidden: int, item: int) -> float:
+        """Of one token, for the backward pass."""
+        of_head = 8 * self.key_dim + 4 * self.value_dim + self.key_dim * self.value_dim / 16 + 5 * 64
+        of_linears = 1.3 * item * _ends(self.linears(hidden))
+        return of_linears + 3 * item * self.convolved + FLOAT32 * self.value_heads * of_head
+
+    @property
+    def _values(self) -> int:
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
 class Shape:
-    """A decoder with gated feed-forward layers, as in a Hugging Face config.json."""
+    """A decoder with gated feed-forward layers, as in a Hugging Face config.json.
+
+    Attributes:
+        linear: of which some layers have linear attention; what attention is left then has gates, too.
+    """
 
     layers: int
     hidden: int
@@ -59,12 +112,19 @@ class Shape:
     vocabulary: int
     tied: bool
     experts: Experts | None = None
+    linear: LinearAttention | None = None
 
     @property
     def attention(self) -> Linears:
         """(in, out) of the linears of attention in one layer."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return ((self.hidden, query), (self.hidden, key), (self.hidden, key), (query, self.hidden))
+        asked = query if self.linear is None else 2 * query
+        return ((self.hidden, asked), (self.hidden, key), (self.hidden, key), (query, self.hidden))
+
+    @property
+    def attending_layers(self) -> int:
+        """Layers with full attention."""
+        return self.layers - (0 if self.linear is None else self.linear.layers)
 
     def feed_forward(self, inner: int) -> Linears:
         """The same of a feed-forward block of so many features."""
@@ -78,7 +138,9 @@ class Shape:
     @property
     def parameters(self) -> int:
         """Norms and biases, far below a thousandth, are left out."""
-        total = self.layers * _weights(self.attention)
+        total = self.attending_layers * _weights(self.attention)
+        if (linear := self.linear) is not None:
+            total += linear.layers * (_weights(linear.linears(self.hidden)) + linear.taps * linear.convolved)
         total += self.dense_layers * _weights(self.feed_forward(self.intermediate))
         if self.experts is not None:
             each = self.experts.count * (_weights(self.feed_forward(self.experts.inner)) + self.hidden)
@@ -88,7 +150,9 @@ class Shape:
 
     def adapter_parameters(self, rank: int) -> int:
         """Of an adapter on everything: attention, feed-forward, experts and output head."""
-        total = self.layers * _ends(self.attention) + self.hidden + self.vocabulary
+        total = self.attending_layers * _ends(self.attention) + self.hidden + self.vocabulary
+        if self.linear is not None:
+            total += self.linear.layers * _ends(self.linear.linears(self.hidden))
         total += self.dense_layers * _ends(self.feed_forward(self.intermediate))
         if self.experts is not None:
             each = 3 * (self.hidden + self.experts.count * self.experts.inner)
@@ -98,10 +162,21 @@ class Shape:
 
     def kv_bytes(self, item: int) -> int:
         """Of one token's keys and values, with elements of `item` bytes."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * item
+        return 2 * self.attending_layers * self.kv_heads * self.head_dim * item
+
+    def state_bytes(self, item: int) -> int:
+        """Of one sequence whatever its length, with elements of `item` bytes where they are not float32."""
+        if (linear := self.linear) is None:
+            return 0
+        return linear.layers * (FLOAT32 * linear.state + item * (linear.taps - 1) * linear.convolved)
 
     def activation_bytes(self, item: int) -> int:
         """Of one token of a micro-batch, with elements of 2 or 4 bytes."""
+        attending, linear = self._layer_bytes(item)
+        return self.attending_layers * attending + (self.layers - self.attending_layers) * linear
+
+    def _layer_bytes(self, item: int) -> tuple[int, int]:
+        """The same in a layer with full attention, and in one with linear attention."""
         attention = (self.heads + self.kv_heads) * self.head_dim
         inner, rows = self.intermediate, 0
         if self.experts is not None:
@@ -109,17 +184,18 @@ class Shape:
             inner = self.experts.active * self.experts.inner + self.experts.shared
             rows = self.experts.active * self.hidden
         if item == 2:
-            layer = 12 * self.hidden + 8 * inner + 8 * attention + 12 * self.heads + 2 * rows
+            beside, attends = 12 * self.hidden + 8 * inner + 2 * rows, 8 * attention + 12 * self.heads
         else:
-            layer = 16 * self.hidden + 16 * inner + 12 * attention + 12 * self.heads + 4 * rows
-        return self.layers * layer
+            beside, attends = 16 * self.hidden + 16 * inner + 4 * rows, 12 * attention + 12 * self.heads
+        linear = 0.0 if self.linear is None else beside + self.linear.kept_bytes(self.hidden, item)
+        return beside + attends, int(linear)
 
     def kept_bytes(self, item: int) -> int:
         """Of the same, what is held at once: the inputs of all layers and one of these, where they are
         computed again."""
         if item != 2:
             return self.activation_bytes(item)
-        return self.layers * self.hidden * item + self.activation_bytes(item) // self.layers
+        return self.layers * self.hidden * item + max(self._layer_bytes(item))
 
 
 def _weights(linears: Linears) -> int:
@@ -198,7 +274,7 @@ def sampler_bytes(shape: Shape, load: Load) -> dict[str, int]:
     """Of a replica on one device, by what takes them."""
     return {
         "weights": shape.parameters * load.item,
-        "keys and values": 2 * load.context * shape.kv_bytes(load.item),
+        "keys and values": 2 * (load.context * shape.kv_bytes(load.item) + shape.state_bytes(load.item)),
         "slots for adapters": load.max_loras * shape.adapter_parameters(load.max_rank) * load.item,
         "overhead": OVERHEAD,
     }

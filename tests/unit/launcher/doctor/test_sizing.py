@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.common.contract.errors import InvalidRequest
 from services.launcher.doctor import sizing
 from services.launcher.doctor.command import from_config
-from services.launcher.doctor.sizing import GIB, PUBLISHED, Experts, Load, Shape
+from services.launcher.doctor.sizing import GIB, PUBLISHED, Experts, LinearAttention, Load, Shape
 
 TINY = Shape(2, 256, 768, 8, 4, 32, 64, True)
 TINY_EXPERTS = Shape(2, 256, 768, 8, 4, 32, 64, True, Experts(16, 4, 192))
@@ -42,7 +46,24 @@ def test_a_size_far_from_every_model_is_near_none() -> None:
     assert sizing.nearest(10_000_000) is None
 
 
-FAMILIES = {
+SIZES = {
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "tie_word_embeddings": False,
+}
+LAYERS = ["linear_attention", "linear_attention", "full_attention"]
+LINEAR = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 40,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3_moe": {"num_experts": 16, "moe_intermediate_size": 192, "mlp_only_layers": [1]},
     "qwen2_moe": {
@@ -53,28 +74,30 @@ FAMILIES = {
     "mixtral": {"num_local_experts": 4},
     "gpt_oss": {"num_local_experts": 4},
     "glm4_moe": {"n_routed_experts": 16, "moe_intermediate_size": 192, "n_shared_experts": 1},
+    "qwen3_next": {
+        "num_experts": 16,
+        "moe_intermediate_size": 192,
+        "shared_expert_intermediate_size": 320,
+        "layer_types": LAYERS,
+        **LINEAR,
+    },
+    "qwen3_5_text": {"layer_types": LAYERS, **LINEAR},
+    "qwen3_5_moe_text": {
+        "num_experts": 16,
+        "moe_intermediate_size": 192,
+        "shared_expert_intermediate_size": 320,
+        "layer_types": LAYERS,
+        **LINEAR,
+    },
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_and_its_adapter_have_as_many_parameters_as_the_trainer_makes(family: str) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     from services.trainer.compute.lora.adapter import largest, layout_of, select_targets
     from services.trainer.compute.lora.targets import find_linears
 
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=1000,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        tie_word_embeddings=False,
-        **FAMILIES[family],
-    )
+    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shape, linears = from_config(config.to_dict()), find_linears(model)
@@ -88,7 +111,7 @@ def test_a_model_and_its_adapter_have_as_many_parameters_as_the_trainer_makes(fa
     [
         {"kv_lora_rank": 512},
         {"layer_types": ["linear_attention"]},
-        {"full_attention_interval": 4, "linear_num_key_heads": 16},
+        {"model_type": "other_next", "full_attention_interval": 4, "linear_num_key_heads": 16},
         {"moe_num_experts": 64},
         {"expert_layer_period": 2},
         {"interleave_moe_layer_step": 2},
@@ -97,6 +120,42 @@ def test_a_model_and_its_adapter_have_as_many_parameters_as_the_trainer_makes(fa
 def test_what_is_not_counted_is_refused(kind: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest, match="not counted"):
         from_config({"num_attention_heads": 8, "hidden_size": 256, **kind})
+
+
+def test_layers_with_linear_attention_are_counted_by_how_many_have_full_attention() -> None:
+    config = AutoConfig.for_model("qwen3_5_text", num_hidden_layers=10, full_attention_interval=4, **LINEAR)
+    said = from_config({**config.to_dict(), "layer_types": None})
+    assert said.linear is not None and said.linear.layers == config.layer_types.count("linear_attention") == 8
+    assert said == from_config(config.to_dict())
+    # As of a model that reads pictures too.
+    assert said == from_config({"model_type": "qwen3_5", "text_config": config.to_dict()})
+
+
+def test_linear_attention_has_a_state_for_each_sequence_and_no_keys_and_values() -> None:
+    hybrid = replace(TINY, layers=8, linear=LinearAttention(6, 4, 8, 24, 40, 4, fused=False))
+    assert hybrid.kv_bytes(2) == TINY.kv_bytes(2), "two layers have some"
+    assert hybrid.state_bytes(2) == 6 * (4 * 8 * 24 * 40 + 2 * 3 * (2 * 4 * 24 + 8 * 40))
+    load = Load(item=2, micro_batch_tokens=1024, context=100)
+    assert sizing.sampler_bytes(hybrid, load)["keys and values"] == 2 * (
+        100 * hybrid.kv_bytes(2) + hybrid.state_bytes(2)
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+@pytest.mark.parametrize(("dtype", "item"), [("bfloat16", 2), ("float32", 4)])
+def test_activations_of_linear_attention_are_about_what_the_trainer_counts(
+    family: str, dtype: str, item: int
+) -> None:
+    from services.trainer.compute.memory.capacity import footprint
+
+    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    counted = footprint(model, item, checkpointing=item == 2, ranks=1)
+    shape = from_config(config.to_dict())
+    # The trainer's has what is around the blocks besides.
+    around = 4 * shape.hidden * item
+    assert shape.kept_bytes(item) == pytest.approx(counted.token - around, rel=0.25)
 
 
 @pytest.mark.parametrize("shape", [TINY, TINY_EXPERTS], ids=["dense", "experts"])
@@ -112,8 +171,6 @@ def test_activations_are_what_pytorch_keeps_for_the_backward_pass(dtype: str, sh
 
 def _kept(shape: Shape, tokens: int, element: torch.dtype) -> int:
     """Bytes that autograd keeps for one sequence of a frozen model with the trainer's adapters."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     from services.trainer.compute.data import LoraSpec
     from services.trainer.compute.lora.adapter import HEAD, Adapter
     from services.trainer.compute.lora.grouped import LoraRouter
