@@ -76,9 +76,8 @@ def check_text(config: SamplerConfig) -> None:
     both = hf_config(config)
     if both.get_text_config() is not both and both.model_type not in OF_BOTH:
         raise InvalidRequest(
-            f"{config.base_model} ({both.model_type}) is not of text alone, and what is trained and sampled "
-            f"here is the text model in it, which is found in {' and '.join(OF_BOTH)} only: serve a "
-            "model of text"
+            f"{config.base_model} ({both.model_type}) is not of text alone, and of such a model the text "
+            f"model is sampled here, which is known of {', '.join(OF_BOTH)} only: serve a model of text"
         )
 
 
