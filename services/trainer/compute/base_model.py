@@ -333,7 +333,7 @@ def load_model(
             output_loading_info=True,
         )
     del sharding
-    check_whole(model, found["missing_keys"], model_path)
+    check_whole(model, found["missing_keys"], found["unexpected_keys"], model_path)
     if model.base_model is model:
         raise InvalidRequest(
             f"{model_path}: {type(model).__name__} has no part below its output head; use another model"

@@ -46,6 +46,14 @@ def _mxfp4(name: str, weight: Tensor) -> Quantised | None:
     return {"_blocks": codes[..., ::2] | codes[..., 1::2] << 4, "_scales": powers}, stands_for
 
 
+def rescaled(directory: Path, end: str) -> None:
+    """Has files call the scales of their weights otherwise."""
+    files = load_file(directory / "model.safetensors")
+    renamed = {name.replace("weight_scale_inv", f"weight{end}"): each for name, each in files.items()}
+    assert renamed.keys() != files.keys()
+    save_file(renamed, directory / "model.safetensors", {"format": "pt"})
+
+
 KINDS: dict[str, tuple[str, Callable[[str, Tensor], Quantised | None], dict[str, Any]]] = {
     "fp8": ("qwen3", _fp8, {"activation_scheme": "dynamic", "weight_block_size": [_BLOCK, _BLOCK]}),
     "mxfp4": ("gpt_oss", _mxfp4, {"modules_to_not_convert": ["model.embed_tokens", "lm_head"]}),

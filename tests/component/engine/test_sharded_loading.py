@@ -115,6 +115,16 @@ def test_quantised_files_are_read_as_what_they_stand_for(
             assert torch.equal(weight, weights[name].to(dtype)), name
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_quantised_files_of_a_form_that_is_not_read_are_refused(stage: int, tmp_path: Path) -> None:
+    quantised.make("fp8", tmp_path)
+    quantised.rescaled(tmp_path, "_scale")
+    init_distributed("cpu")
+    config = _deepspeed_config(3, torch.float32, Sharding()) if stage else None
+    with pytest.raises(InvalidRequest, match=r"does not read: it leaves out model\..*proj\.weight_scale;"):
+        load_model(str(tmp_path), torch.float32, config)
+
+
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_5_moe_text"])
 def test_weights_are_those_of_the_files_and_no_more_than_a_layer_is_converted_at_once(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

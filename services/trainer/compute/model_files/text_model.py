@@ -6,6 +6,8 @@ sampler serves.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from huggingface_hub.errors import StrictDataclassError
@@ -17,6 +19,10 @@ _OF_BOTH = {
     r"^(model\.language_model|language_model\.model)\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
 }
+
+
+_SCALE = re.compile(r"(\.weight_scale|_scales)[^.]*$")
+"""Of a weight. What scales inputs of quantised linears is of no use where these are not."""
 
 
 class TextModel(NamedTuple):
@@ -64,14 +70,32 @@ def text_model(model_path: str) -> TextModel:
     return TextModel(kind, config, None if config is whole else _OF_BOTH)
 
 
-def check_whole(model: Any, lacking: set[str], model_path: str) -> None:
-    """Refuses a model of which files lack weights: transformers makes them up, and says so in a table.
+def check_whole(model: Any, lacking: Collection[str], unread: Collection[str], model_path: str) -> None:
+    """Refuses a model of which files lack weights, or whose weights were read without what scales them:
+    transformers makes up the former, leaves out the latter, and says so in a table.
+
+    Args:
+        lacking: names of weights that files do not have.
+        unread: names of what is in files and not in the model.
 
     Raises:
-        InvalidRequest: they do.
+        InvalidRequest: it is one.
     """
     if lacking:
         raise InvalidRequest(
             f"{model_path}: its files lack {len(lacking)} weights of {type(model).__name__}, as "
             f"{min(lacking)}; fetch them again, or use another model"
         )
+    parts = {name for name, _ in model.named_modules()}
+    scales = [name for name in unread if _SCALE.search(name) and _part(name) in parts]
+    if scales:
+        raise InvalidRequest(
+            f"{model_path}: its files are quantised in a form that transformers does not read: it leaves out "
+            f"{min(scales)}; use the model that was quantised"
+        )
+
+
+def _part(name: str) -> str:
+    """Of what part of a model a weight is, such as model.layers or lm_head."""
+    module, _, _ = name.rpartition(".")
+    return ".".join(module.split(".")[:2])
