@@ -51,13 +51,13 @@ class _Write:
     """A write that was made.
 
     Attributes:
-        size: bytes that are kept with it.
+        taken: bytes that it takes of the room for what is accepted; 0 = it is kept besides.
         began, made: when it was first made, seconds of the loop's clock.
         written: when it was written last.
     """
 
     again: Callable[[], Awaitable[Any]]
-    size: int
+    taken: int
     began: float
     made: float
     written: float
@@ -130,10 +130,10 @@ class RedoLog:
         Raises:
             Overloaded: there was no room for seconds; nothing was written.
         """
-        size += _ENTRY_BYTES
+        taken = size + _ENTRY_BYTES if accepts else 0
         if accepts:
-            await self._room(size)
-        self._bytes += size
+            await self._room(taken)
+        self._bytes += taken
         try:
             restarts, began = self._restarts, asyncio.get_running_loop().time()
             result = await write()
@@ -141,17 +141,19 @@ class RedoLog:
                 restarts = self._restarts
                 result = await (again or write)()
         except BaseException:
-            self._free(size)
+            self._free(taken)
             raise
         made = asyncio.get_running_loop().time()
-        self._writes.append(_Write(again or write, size, began, made, made))
+        self._writes.append(_Write(again or write, taken, began, made, made))
         return result
 
     async def _room(self, size: int) -> None:
-        """Waits, in the order of those who come, until so many bytes may be kept too: alone any may."""
+        """Waits, in the order of those who come, until so many bytes may be kept too: beside half of the room
+        any may, so that nothing has to wait until nobody else comes."""
+        size = min(size, self._most_bytes // 2)
         try:
             async with asyncio.timeout(_ROOM_WITHIN_S), self._door:
-                while self._bytes and self._bytes + size > self._most_bytes:
+                while self._bytes + size > self._most_bytes:
                     self._forgot.clear()
                     await self._forgot.wait()
         except TimeoutError:
@@ -229,4 +231,4 @@ class RedoLog:
         write.written = asyncio.get_running_loop().time()
 
     def _forget_oldest(self) -> None:
-        self._free(self._writes.popleft().size)
+        self._free(self._writes.popleft().taken)

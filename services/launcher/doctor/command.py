@@ -89,7 +89,7 @@ _UNCOUNTED = (
 """Beginnings of settings that this arithmetic knows nothing of."""
 _LINEAR = {"qwen3_next": True, "qwen3_5_text": False, "qwen3_5_moe_text": False}
 """Types of models whose linear attention it knows, and whether that makes all of a token by two linears."""
-_OF_LINEAR = ("linear_", "full_attention_interval")
+_OF_LINEAR = ("linear_", "full_attention_interval", "mamba_ssm_dtype")
 
 
 def shape_of(model: str) -> dict[str, Shape]:
@@ -137,7 +137,7 @@ def from_config(config: dict[str, Any]) -> Shape:
     Raises:
         InvalidRequest: it is not that of a decoder with attention alone.
     """
-    config = config.get("text_config", config)
+    both, config = config, config.get("text_config", config)
     known = config.get("model_type") in _LINEAR
     uncounted = [
         name
@@ -159,7 +159,7 @@ def from_config(config: dict[str, Any]) -> Shape:
             kv_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or hidden // heads,
             vocabulary=config["vocab_size"],
-            tied=config.get("tie_word_embeddings", False),
+            tied=config.get("tie_word_embeddings", both.get("tie_word_embeddings", False)),
             experts=_experts(config),
             linear=_linear(config) if known else None,
         )

@@ -37,7 +37,7 @@ from services.trainer.compute.logprobs import LogprobHead, Targets
 from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.lora.targets import find_linears, find_unadapted, hook_adapters
 from services.trainer.compute.memory.capacity import Footprint, footprint
-from services.trainer.compute.model_files.dequantized import in_one_type
+from services.trainer.compute.model_files.dequantized import in_one_type, whole_blocks
 from services.trainer.compute.model_files.text_model import check_whole, text_model
 from services.trainer.compute.recurrent.layers import begin_anew
 from services.trainer.compute.replay.routers import Replay
@@ -313,14 +313,14 @@ def load_model(
     """
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-    text = text_model(model_path)
+    text = text_model(model_path, sharded=bool(sharded_config))
     if sharded_config:
         share_replicas()
         sharded_config = with_exact_buffers(sharded_config, text.config, dtype)
     # While this object lives, from_pretrained shards each weight as it makes it.
     sharding = HfDeepSpeedConfig(sharded_config) if sharded_config else None
     register()
-    with reading_own_parts():
+    with reading_own_parts() as in_files, whole_blocks():
         model, found = text.kind.from_pretrained(
             model_path,
             config=text.config,
@@ -333,7 +333,7 @@ def load_model(
             output_loading_info=True,
         )
     del sharding
-    check_whole(model, found["missing_keys"], found["unexpected_keys"], model_path)
+    check_whole(model, found["missing_keys"], found["unexpected_keys"] | in_files, model_path)
     if model.base_model is model:
         raise InvalidRequest(
             f"{model_path}: {type(model).__name__} has no part below its output head; use another model"

@@ -156,6 +156,7 @@ def _configuration(source: Path) -> dict[str, Any]:
 
     text = AutoConfig.from_pretrained(source).get_text_config(decoder=True)
     found: dict[str, Any] = json.loads(text.to_json_string(use_diff=False))
+    found.pop("quantization_config", None)
     return {**found, "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__]}
 
 

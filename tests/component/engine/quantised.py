@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tests.unit.trainer.compute.architectures import FLAT, config_of, random_model
 
-_BLOCK, _GROUP = 16, 32
+_BLOCK, _GROUP = 24, 32
+"""Blocks by which no size divides: of DeepSeek's models some are cut off, too."""
 _FP4 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 Quantised = tuple[dict[str, Tensor], Tensor]
@@ -44,6 +45,13 @@ def _mxfp4(name: str, weight: Tensor) -> Quantised | None:
     values = torch.where(codes < 8, 1.0, -1.0) * _FP4[(codes % 8).long()]
     stands_for = (values * 2.0 ** (powers.float() - 127)[..., None]).flatten(2).transpose(1, 2)
     return {"_blocks": codes[..., ::2] | codes[..., 1::2] << 4, "_scales": powers}, stands_for
+
+
+def unnamed(directory: Path) -> None:
+    """Has files say nothing of how they are quantised."""
+    config = json.loads((directory / "config.json").read_text())
+    del config["quantization_config"]
+    (directory / "config.json").write_text(json.dumps(config))
 
 
 def rescaled(directory: Path, end: str) -> None:

@@ -21,7 +21,7 @@ _OF_BOTH = {
 }
 
 
-_SCALE = re.compile(r"(\.weight_scale|_scales)[^.]*$")
+_SCALE = re.compile(r"\.weight_scale[^.]*$|(gate_up|down|gate|up)_proj_scales$")
 """Of a weight. What scales inputs of quantised linears is of no use where these are not."""
 
 
@@ -40,8 +40,11 @@ class TextModel(NamedTuple):
     names: dict[str, str] | None
 
 
-def text_model(model_path: str) -> TextModel:
+def text_model(model_path: str, *, sharded: bool = False) -> TextModel:
     """That of a directory or hub id.
+
+    Args:
+        sharded: it is loaded under ZeRO-3.
 
     Raises:
         InvalidRequest: there is none that transformers knows, or its files are quantised in a way that is not
@@ -66,7 +69,7 @@ def text_model(model_path: str) -> TextModel:
             f"{model_path}: transformers has no causal language model of the kind {config.model_type}; use "
             "another model"
         )
-    read_whole(config, whole, model_path)
+    read_whole(config, whole, model_path, sharded=sharded)
     return TextModel(kind, config, None if config is whole else _OF_BOTH)
 
 
@@ -76,7 +79,8 @@ def check_whole(model: Any, lacking: Collection[str], unread: Collection[str], m
 
     Args:
         lacking: names of weights that files do not have.
-        unread: names of what is in files and not in the model.
+        unread: names of what is in files and not in the model; under ZeRO-3, where no quantised weight is
+            read, of all that is in files.
 
     Raises:
         InvalidRequest: it is one.

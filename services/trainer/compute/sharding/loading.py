@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,14 +29,15 @@ _SLOWEST = 50e6
 
 
 @contextmanager
-def reading_own_parts() -> Iterator[None]:
-    """Within it `from_pretrained` under ZeRO-3 loads so."""
+def reading_own_parts() -> Iterator[set[str]]:
+    """Within it `from_pretrained` under ZeRO-3 loads so; the names of all that files have, of which
+    transformers does not tell then what it leaves out."""
     from transformers import modeling_utils
 
-    theirs = modeling_utils._load_state_dict_into_zero3_model
-    modeling_utils._load_state_dict_into_zero3_model = _load
+    theirs, names = modeling_utils._load_state_dict_into_zero3_model, set[str]()
+    modeling_utils._load_state_dict_into_zero3_model = partial(_load, names)
     try:
-        yield
+        yield names
     finally:
         modeling_utils._load_state_dict_into_zero3_model = theirs
 
@@ -56,8 +58,12 @@ def own_part(whole: Tensor, part: Tensor, rank: int) -> None:
     part[: len(mine)].copy_(mine)
 
 
-def _load(model: Any, state: dict[str, Tensor], load_config: Any = None) -> tuple[list[str], set[str]]:
-    """In the place, and of the shape, of transformers' function: errors, and names that files lack."""
+def _load(
+    in_files: set[str], model: Any, state: dict[str, Tensor], load_config: Any = None
+) -> tuple[list[str], set[str]]:
+    """In the place, and of the shape, of transformers' function: errors, and names that files lack. What
+    files have is added to `in_files`."""
+    in_files.update(state)
     weights = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     missing = set(model.state_dict())

@@ -180,6 +180,18 @@ async def test_what_there_is_no_room_to_keep_waits_until_there_is(
     assert await small
 
 
+async def test_what_the_accepted_came_to_keeps_nothing_large_from_being_accepted(
+    client: redis.asyncio.Redis,
+) -> None:
+    known = RedoLog(client, most_bytes=8 * module._ENTRY_BYTES)
+    await known._look()
+    for name in "ab":
+        await known.perform(lambda name=name: client.set(name, 1), 100 * module._ENTRY_BYTES, accepts=False)
+    await known.perform(lambda: client.set("small", 1))
+    # Half of the room is left, which is enough for any.
+    assert await known.perform(lambda: client.set("large", 1), 100 * module._ENTRY_BYTES)
+
+
 async def test_who_finds_no_room_for_long_is_told_to_try_again(
     client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,8 +127,11 @@ def test_layers_with_linear_attention_are_counted_by_how_many_have_full_attentio
     said = from_config({**config.to_dict(), "layer_types": None})
     assert said.linear is not None and said.linear.layers == config.layer_types.count("linear_attention") == 8
     assert said == from_config(config.to_dict())
-    # As of a model that reads pictures too.
-    assert said == from_config({"model_type": "qwen3_5", "text_config": config.to_dict()})
+    # As published: of a model that reads pictures too.
+    text = {**config.to_dict(), "mamba_ssm_dtype": "float32"}
+    del text["tie_word_embeddings"]
+    both = {"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": text}
+    assert replace(said, tied=True) == from_config(both)
 
 
 def test_linear_attention_has_a_state_for_each_sequence_and_no_keys_and_values() -> None:

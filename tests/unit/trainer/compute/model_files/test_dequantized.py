@@ -10,11 +10,12 @@ from services.trainer.compute.model_files.dequantized import read_whole
 
 
 @pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
-def test_those_that_the_library_reads_whole_are_read_whole(kind: str) -> None:
+@pytest.mark.parametrize("within", [False, True], ids=["of both", "of the text model"])
+def test_those_that_the_library_reads_whole_are_read_whole(kind: str, within: bool) -> None:
     both = AutoConfig.for_model("gemma3")
-    both.quantization_config = {"quant_method": kind, "weight_block_size": [16, 16]}
     text = both.get_text_config()
-    read_whole(text, both, "org/model")
+    (text if within else both).quantization_config = {"quant_method": kind, "weight_block_size": [16, 16]}
+    read_whole(text, both, "org/model", sharded=False)
     assert text.quantization_config == {
         "quant_method": kind,
         "weight_block_size": [16, 16],
@@ -26,10 +27,10 @@ def test_others_are_refused_with_what_to_use() -> None:
     config = AutoConfig.for_model("qwen3")
     config.quantization_config = {"quant_method": "awq"}
     with pytest.raises(InvalidRequest, match=r"org/model: its files are quantised \(awq\).*was quantised"):
-        read_whole(config, config, "org/model")
+        read_whole(config, config, "org/model", sharded=False)
 
 
 def test_a_model_that_is_not_quantised_stays_as_it_is() -> None:
     config = AutoConfig.for_model("qwen3")
-    read_whole(config, config, "org/model")
+    read_whole(config, config, "org/model", sharded=False)
     assert not hasattr(config, "quantization_config")
