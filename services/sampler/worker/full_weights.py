@@ -227,16 +227,18 @@ def _tied_heads(model: torch.nn.Module) -> list[Any]:
 
 
 def _without_tied_head(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """Leaves out the head of a model whose head is its embedding.
+    """Leaves out the head of a model whose head is its embedding, by the names that a text model has for
+    them, or one that reads pictures too.
 
     Raises:
         ValueError: it is another one.
     """
     seen: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
-        if name in (_HEAD, _EMBEDDING):
-            seen[name] = tensor
-        if name != _HEAD:
+        known = name.replace("language_model.model.", "model.").replace("language_model.", "")
+        if known in (_HEAD, _EMBEDDING):
+            seen[known] = tensor
+        if known != _HEAD:
             yield name, tensor
     if _HEAD in seen and not torch.equal(seen[_HEAD], seen[_EMBEDDING]):
         raise ValueError(f"{_HEAD} differs from {_EMBEDDING}, which this model ties to it")
