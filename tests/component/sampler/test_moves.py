@@ -292,7 +292,7 @@ async def test_a_generation_gets_on_however_fast_newer_weights_come(sampler: Sam
     for version in range(first, most):
         sampler.stored(version).symlink_to(sampler.stored(2))
     before = measured_updates(sampler)
-    wanted = request(prompt(74, 10), first, n=2, max_tokens=20, stop=NEVER, seed=5)
+    wanted = request(prompt(74, 10), first, n=2, max_tokens=100, stop=NEVER, seed=5)
     wanted.moves = True
     asked = asyncio.create_task(sample(stub, wanted))
     for version in range(first + 1, most):
@@ -304,7 +304,7 @@ async def test_a_generation_gets_on_however_fast_newer_weights_come(sampler: Sam
     else:
         pytest.fail("the updates kept it from its tokens")
     result = await asked
-    assert [len(ints(sequence.tokens)) for sequence in result.sequences] == [20, 20]
+    assert [len(ints(sequence.tokens)) for sequence in result.sequences] == [100, 100]
     updates = sum(len(sequence.versions) - 1 for sequence in result.sequences)
     assert updates > 0
     assert measured_updates(sampler) - before == updates
