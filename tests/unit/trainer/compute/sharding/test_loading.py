@@ -57,5 +57,7 @@ def test_ranks_meet_when_all_have_read_and_wait_as_long_as_files_may_take(
     monkeypatch.setattr(loading, "_take", take)
     monkeypatch.setattr(loading, "patience", patience)
     monkeypatch.setattr(loading, "meet", done.append)
-    assert loading._load(model, dict(model.state_dict())) == ([], set())
+    in_files = set[str]()
+    assert loading._load(in_files, model, dict(model.state_dict())) == ([], set())
+    assert in_files == {"weight", "bias"}
     assert done == ["weight", "bias", 4 * 500 / 50e6, "cpu", "over"]
