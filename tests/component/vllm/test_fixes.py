@@ -265,8 +265,24 @@ try:
 except ImportError as error:
     print(error)
 from {registered} import Qwen3_5ForCausalLM
-print(Qwen3_5ForCausalLM.__module__)
+print(Qwen3_5ForCausalLM.__base__.__module__)
 """
+PICTURES = {
+    "Qwen3_5ForCausalLM": "model.visual.blocks.0.attn.qkv.weight",
+    "Gemma3ForCausalLM": "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight",
+}
+"""What files of models that read pictures too have besides."""
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_text_model_leaves_out_what_reads_pictures_and_vllms_own_would_not(name: str) -> None:
+    text_models.register()
+    registered: Any = ModelRegistry.models[name]
+    found = registered.load_model_cls()
+    ours, own = found.hf_to_vllm_mapper, found.__base__.hf_to_vllm_mapper
+    assert ours._map_name(PICTURES[name]) is None
+    assert own._map_name(PICTURES[name]) is not None
+    assert ours._map_name("model.language_model.norm.weight") == "model.norm.weight"
 
 
 @pytest.mark.skipif(text_models.complete(), reason="torchvision is installed, and nothing is to be corrected")
