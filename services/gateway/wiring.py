@@ -149,7 +149,7 @@ class Gateway:
         self.stores = stores = Stores.over(client, room)
         self.journal = journal = Journal(client, journal_limits or JournalLimits(), gateway_id, room)
         self.files = CheckpointFiles(storage, data, stores.sampling_sessions, stores.sessions)
-        redo_log = RedoLog(client, journal.announce_again, memory.redo)
+        redo_log = RedoLog(client, journal.announce_again, memory.redo // 2)
 
         # Who is there, and who waits.
         self.discovery = discovery = Discovery(client, stores.poison, who=who)

@@ -3,9 +3,9 @@
 A Redis that syncs its file every second loses up to the last second when its machine loses power. Invariant:
 what a gateway acknowledged within KEPT_S before Redis went away it writes again as soon as Redis is back,
 while it lives itself, and nothing is acknowledged of which a part went to the Redis of before. What there is
-no room to keep is not accepted yet. Every write noted here changes nothing when it is repeated, after those
-that it came after. Until that is surely done by every gateway, an object that is not found counts as not
-restored yet, and not as unknown.
+no room to keep is not accepted yet; what is larger than all of the room is not kept. Every write noted here
+changes nothing when it is repeated, after those that it came after. Until that is surely done by every
+gateway, an object that is not found counts as not restored yet, and not as unknown.
 """
 
 from __future__ import annotations
@@ -51,13 +51,15 @@ class _Write:
     """A write that was made.
 
     Attributes:
-        taken: bytes that it takes of the room for what is accepted; 0 = it is kept besides.
+        size: bytes that are kept with it.
+        accepted: it is something new, and not what that came to.
         began, made: when it was first made, seconds of the loop's clock.
         written: when it was written last.
     """
 
     again: Callable[[], Awaitable[Any]]
-    taken: int
+    size: int
+    accepted: bool
     began: float
     made: float
     written: float
@@ -81,7 +83,8 @@ class RedoLog:
 
     Args:
         before_repeating: called when Redis has restarted.
-        most_bytes: kept of what is accepted; what it comes to is kept besides.
+        most_bytes: kept of what is accepted, and again as many of what it came to: beyond those the oldest
+            writes are forgotten.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class RedoLog:
         self._before_repeating = before_repeating
         self._most_bytes = most_bytes
         self._writes: deque[_Write] = deque()
-        self._bytes = 0
+        self._accepted = self._results = 0
         self._door, self._forgot = asyncio.Lock(), asyncio.Event()
         self._run_id = ""
         self._restarts = 0
@@ -130,10 +133,12 @@ class RedoLog:
         Raises:
             Overloaded: there was no room for seconds; nothing was written.
         """
-        taken = size + _ENTRY_BYTES if accepts else 0
-        if accepts:
-            await self._room(taken)
-        self._bytes += taken
+        size += _ENTRY_BYTES
+        if size > self._most_bytes:
+            size = 0
+        elif accepts:
+            await self._room(size)
+        self._take(size, accepts)
         try:
             restarts, began = self._restarts, asyncio.get_running_loop().time()
             result = await write()
@@ -141,19 +146,20 @@ class RedoLog:
                 restarts = self._restarts
                 result = await (again or write)()
         except BaseException:
-            self._free(taken)
+            self._take(-size, accepts)
             raise
         made = asyncio.get_running_loop().time()
-        self._writes.append(_Write(again or write, taken, began, made, made))
+        if size:
+            self._writes.append(_Write(again or write, size, accepts, began, made, made))
+        while self._writes and self._results > self._most_bytes:
+            self._forget_oldest()
         return result
 
     async def _room(self, size: int) -> None:
-        """Waits, in the order of those who come, until so many bytes may be kept too: beside half of the room
-        any may, so that nothing has to wait until nobody else comes."""
-        size = min(size, self._most_bytes // 2)
+        """Waits, in the order of those who come, until so many bytes may be kept too."""
         try:
             async with asyncio.timeout(_ROOM_WITHIN_S), self._door:
-                while self._bytes + size > self._most_bytes:
+                while self._accepted + size > self._most_bytes:
                     self._forgot.clear()
                     await self._forgot.wait()
         except TimeoutError:
@@ -161,9 +167,12 @@ class RedoLog:
                 "more was accepted in the last seconds than is kept; try again in a moment"
             ) from None
 
-    def _free(self, size: int) -> None:
-        self._bytes -= size
-        self._forgot.set()
+    def _take(self, size: int, accepted: bool) -> None:
+        if accepted:
+            self._accepted += size
+            self._forgot.set()
+        else:
+            self._results += size
 
     async def refuse_while_restoring(self) -> None:
         """To be called when something is not found.
@@ -231,4 +240,5 @@ class RedoLog:
         write.written = asyncio.get_running_loop().time()
 
     def _forget_oldest(self) -> None:
-        self._free(self._writes.popleft().taken)
+        oldest = self._writes.popleft()
+        self._take(-oldest.size, oldest.accepted)

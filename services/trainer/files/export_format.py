@@ -23,6 +23,7 @@ from services.common.contract.tensors import HostTensor
 from services.common.storage import hub
 from services.common.storage.base import Writer
 from services.trainer.compute.data import LoraSpec
+from services.trainer.compute.model_files.text_model import text_model
 from services.trainer.files.base import Base
 from services.trainer.files.tensor_files import load_tensors, save_tensors, save_text
 
@@ -152,12 +153,10 @@ def _configuration(source: Path) -> dict[str, Any]:
     config.pop("quantization_config", None)
     if "text_config" not in config:
         return config
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
-
-    text = AutoConfig.from_pretrained(source).get_text_config(decoder=True)
-    found: dict[str, Any] = json.loads(text.to_json_string(use_diff=False))
+    text = text_model(str(source))
+    found: dict[str, Any] = json.loads(text.config.to_json_string(use_diff=False))
     found.pop("quantization_config", None)
-    return {**found, "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__]}
+    return {**found, "architectures": [text.kind.__name__]}
 
 
 def _weight_files(weights: Mapping[str, HostTensor], max_shard_bytes: int) -> dict[str, Writer]:

@@ -2,5 +2,5 @@
 
 Invariant: what is loaded is what the files hold, all of it or a refusal with what to do.
 
-Imported by compute/base_model.py; imports nothing of the trainer.
+Imported by compute/base_model.py and by the room files; imports nothing of the trainer.
 """

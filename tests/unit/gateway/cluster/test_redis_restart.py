@@ -164,7 +164,7 @@ async def test_what_there_is_no_room_to_keep_waits_until_there_is(
     await known._look()
     for name in ("one", "two"):
         await known.perform(lambda name=name: client.set(name, 1), module._ENTRY_BYTES // 2)
-    much = asyncio.create_task(known.perform(lambda: client.set("much", 1), 4 * module._ENTRY_BYTES))
+    much = asyncio.create_task(known.perform(lambda: client.set("much", 1), 2 * module._ENTRY_BYTES))
     small = asyncio.create_task(known.perform(lambda: client.set("small", 1)))
     # What the accepted came to is kept at once.
     await known.perform(lambda: client.set("result", 1), 10, accepts=False)
@@ -174,29 +174,43 @@ async def test_what_there_is_no_room_to_keep_waits_until_there_is(
     assert not await client.exists("much", "small")
     monkeypatch.setattr(module, "KEPT_S", 0.0)
     await known._look()
-    # Alone it has room, however much it is; who came later waits for it.
+    # Alone it has room; who came later waits for it.
     assert await much and not small.done()
     await known._look()
     assert await small
 
 
-async def test_what_the_accepted_came_to_keeps_nothing_large_from_being_accepted(
-    client: redis.asyncio.Redis,
+async def test_what_the_accepted_came_to_keeps_nothing_from_being_accepted_and_is_bounded_by_itself(
+    server: ForgetfulRedis, client: redis.asyncio.Redis
 ) -> None:
-    known = RedoLog(client, most_bytes=8 * module._ENTRY_BYTES)
+    known = RedoLog(client, most_bytes=4 * module._ENTRY_BYTES)
     await known._look()
-    for name in "ab":
-        await known.perform(lambda name=name: client.set(name, 1), 100 * module._ENTRY_BYTES, accepts=False)
+    for name in ("old", "new", "newest"):
+        await known.perform(lambda name=name: client.set(name, 1), module._ENTRY_BYTES // 2, accepts=False)
+    assert await known.perform(lambda: client.set("large", 1), 3 * module._ENTRY_BYTES)
+    server.restart(forget=True)
+    await known._look()
+    assert (await client.exists("old"), await client.exists("new", "newest", "large")) == (0, 3)
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+async def test_what_is_larger_than_the_room_waits_for_none_and_is_not_kept(
+    server: ForgetfulRedis, client: redis.asyncio.Redis, accepts: bool
+) -> None:
+    known = RedoLog(client, most_bytes=2 * module._ENTRY_BYTES)
+    await known._look()
     await known.perform(lambda: client.set("small", 1))
-    # Half of the room is left, which is enough for any.
-    assert await known.perform(lambda: client.set("large", 1), 100 * module._ENTRY_BYTES)
+    assert await known.perform(lambda: client.set("huge", 1), 9 * module._ENTRY_BYTES, accepts=accepts)
+    server.restart(forget=True)
+    await known._look()
+    assert (await client.exists("small"), await client.exists("huge")) == (1, 0)
 
 
 async def test_who_finds_no_room_for_long_is_told_to_try_again(
     client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_ROOM_WITHIN_S", 0.05)
-    known = RedoLog(client, most_bytes=1)
+    known = RedoLog(client, most_bytes=module._ENTRY_BYTES)
     await known.perform(lambda: client.set("one", 1))
     with pytest.raises(Overloaded, match="try again"):
         await known.perform(lambda: client.set("two", 1))
@@ -208,7 +222,7 @@ async def test_who_finds_no_room_for_long_is_told_to_try_again(
 
 
 async def test_a_write_that_failed_takes_no_room(client: redis.asyncio.Redis) -> None:
-    known = RedoLog(client, most_bytes=1)
+    known = RedoLog(client, most_bytes=module._ENTRY_BYTES)
     for _ in range(2):
         with pytest.raises(redis.exceptions.ResponseError):
             await known.perform(lambda: client.execute_command("NOTHING"))
