@@ -25,8 +25,9 @@ LONG = types.SamplingParams(max_tokens=CONTEXT - 20, temperature=0.0, stop=[])
 NEW, THIRD = "sampler-new", "sampler-third"
 TURN = 128
 """Tokens that a turn of a conversation adds: whole blocks of the engine, which alone are cached."""
-ANSWER = 48
-"""Tokens of an answer in it."""
+FIRST, ANSWER = 320, 48
+"""Tokens of the first answer in it and of each other. The first are so long that all of them are under way at
+once, which is what spreads conversations evenly."""
 MANY, GROUP = 64, 16
 """Samples, and sequences of each, of which an engine takes a minute and more."""
 PROMPTS = range(16)
@@ -134,35 +135,34 @@ def test_conversations_return_to_the_replica_that_has_their_beginning_and_load_s
         return Counter({name: cluster.sampler_status(name).generated_tokens for name in names})
 
     client = service.create_sampling_client(base_model=BASE_MODEL).result()
-    # So long that all of a turn are under way at once, which is what keeps load even.
-    each = types.SamplingParams(max_tokens=ANSWER, temperature=0.0, stop=[])
-    said = {seed: batches.tokens(100 + seed, TURN) for seed in range(24)}
+
+    def answer(prompts: Sequence[list[int]], tokens: int) -> int:
+        """Tokens of these prompts that were found in a cache, when each was answered with so many."""
+        params = types.SamplingParams(max_tokens=tokens, temperature=0.0, stop=[])
+        futures = [client.sample(types.ModelInput.from_ints(each), 1, params) for each in prompts]
+        return sum(future.result().prompt_cache_hit_tokens or 0 for future in futures)
+
+    said = [batches.tokens(100 + seed, TURN) for seed in range(24)]
     others = itertools.count(1000)
 
     def found_by_gateways() -> bool:
-        # They look at the registry every few seconds.
-        prompts = [types.ModelInput.from_ints(batches.tokens(next(others), TURN)) for _ in said]
-        for future in [client.sample(prompt, 1, each) for prompt in prompts]:
-            future.result()
-        return generated()[THIRD] > 0
+        # They look at the registry every few seconds. One that knows of it gives it a sixth.
+        before = generated()
+        answer([batches.tokens(next(others), TURN) for _ in said], FIRST)
+        return (generated() - before)[THIRD] > len(said) * FIRST / 4
 
-    until(found_by_gateways, "the third replica was given nothing")
+    until(found_by_gateways, "the third replica was not given its part")
     before = generated()
-    found = 0
-    for turn in range(3):
-        futures = {
-            seed: client.sample(types.ModelInput.from_ints(tokens), 1, each) for seed, tokens in said.items()
-        }
-        for seed, future in futures.items():
-            found += future.result().prompt_cache_hit_tokens
-            said[seed] = said[seed] + batches.tokens(1_000 * (turn + 1) + seed, TURN)
+    found, turns = 0, (FIRST, ANSWER, ANSWER)
+    for turn, tokens in enumerate(turns, 1):
+        found += answer(said, tokens)
+        said = [each + batches.tokens(1_000 * turn + seed, TURN) for seed, each in enumerate(said)]
     # With three replicas, and turns that go anywhere, about a third of it. A busy replica's conversation may
     # move.
     assert found >= 0.8 * len(said) * (TURN + 2 * TURN)
     work = generated() - before
-    even = len(said) * ANSWER
-    assert sum(work.values()) == 3 * even
-    assert len(work) == 3 and max(work.values()) <= 1.5 * even, work
+    assert sum(work.values()) == len(said) * sum(turns)
+    assert len(work) == 3 and max(work.values()) <= 1.5 * sum(work.values()) / 3, work
 
 
 def test_replicas_come_drain_and_die_and_no_sample_is_lost(
