@@ -70,7 +70,6 @@ async def run(config: GatewayConfig) -> None:
             budget_on(data, config.snapshot_bytes, config.snapshot_owner_bytes),
             Memory.of(config.memory_mib * MIB),
             config.dispatch,
-            config.samples,
             config.public_url,
             config.near_clients,
             identity(config.identity),

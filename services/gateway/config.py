@@ -40,7 +40,6 @@ from services.gateway.dispatch.plan import DispatchSettings, Window
 from services.gateway.edge.http.wire.connection import ConnectionLimits
 from services.gateway.identity.provider import ProviderSettings
 from services.gateway.retention.plan import RetentionSettings
-from services.gateway.sampling.dispatcher import SampleSettings
 
 REDIS_URL_VARIABLE = "TINSMITH_REDIS_URL"
 
@@ -112,7 +111,6 @@ class GatewayConfig:
     room: RoomLimits = field(default_factory=RoomLimits)
     oidc: ProviderSettings = field(default_factory=ProviderSettings)
     dispatch: DispatchSettings = field(default_factory=DispatchSettings)
-    samples: SampleSettings = field(default_factory=SampleSettings)
 
 
 def _checked_location(text: str) -> str:
@@ -260,8 +258,6 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "time that a model's trainer is waited for while another one of its base model is there"),
         Flag("--gap-timeout", SECONDS, DispatchSettings, "gap_timeout",
              "time that later operations wait for one that was numbered and not sent"),
-        Flag("--replica-sequences", number(1, 10**6), SampleSettings, "replica_sequences",
-             "sequences that this gateway has one sampler generate at once"),
     ),
 }
 # fmt: on
@@ -287,7 +283,6 @@ def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> G
         room=given.of(RoomLimits),
         oidc=given.of(ProviderSettings),
         dispatch=given.of(DispatchSettings, window=given.of(Window)),
-        samples=given.of(SampleSettings),
     )
     flags.refuse(parser, [*given.mistakes, *_mistakes(config)])
     if config.api_keys_file == Path():

@@ -74,7 +74,7 @@ from services.gateway.retention.snapshot_sweep import SnapshotSweep
 from services.gateway.sampling.accept import Sampling
 from services.gateway.sampling.admission import Admission
 from services.gateway.sampling.completions import Completions
-from services.gateway.sampling.dispatcher import SampleDispatcher, SampleSettings
+from services.gateway.sampling.dispatcher import SampleDispatcher
 from services.gateway.sampling.replicas import Replicas
 from services.gateway.sessions.search import SessionSearch
 from services.gateway.sessions.sessions import Sessions
@@ -124,7 +124,6 @@ class Gateway:
         snapshots: SnapshotBudget | None = None,
         memory: Memory | None = None,
         dispatch: DispatchSettings | None = None,
-        sampling: SampleSettings | None = None,
         public_url: str = "",
         near_clients: bool = True,
         who: Identity | None = None,
@@ -137,7 +136,6 @@ class Gateway:
             data: where sampler snapshots are.
             snapshots: what those without a name may take; None: a share of their volume.
             dispatch: how operations are sent to trainers.
-            sampling: how samples are sent to samplers.
             public_url: what download links begin with; empty: as the request for them names the gateway.
             near_clients: whether clients that connect over loopback have the files of this machine.
             who: this gateway, to trainers and samplers; None: they are called in the clear.
@@ -189,7 +187,6 @@ class Gateway:
             timelines,
             futures,
             redo_log,
-            sampling,
         )
 
         # Who may, and who did.

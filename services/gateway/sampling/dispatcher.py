@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from dataclasses import dataclass
 from functools import partial
 
 import redis.asyncio
@@ -63,22 +62,10 @@ TURN_SECONDS = Histogram(
 
 _AUDIT_S, _AUDIT_DEADLINE_S = 3.0, 60.0
 _LOOK_AGAIN_S = 60.0
-
-
-@dataclass(frozen=True)
-class SampleSettings:
-    """Times in seconds.
-
-    Attributes:
-        dead_after: how long a gateway must be missing before its samples are taken over.
-        replica_sequences: most sequences that this gateway has one replica generate at once, also when the
-            replica can do more; others wait here, where API keys take turns.
-        session_timeout: how long a sampling session that is not found may take to be restored.
-    """
-
-    session_timeout: float = 20.0
-    dead_after: float = TTL_S / 2
-    replica_sequences: int = 1024
+_SESSION_S = 20.0
+"""That a sampling session which is not found may take to be restored."""
+UNSAID_SEQUENCES = 1024
+"""That run at once before any replica has said how many it generates."""
 
 
 class SampleDispatcher:
@@ -93,6 +80,7 @@ class SampleDispatcher:
         timelines: are told of every result.
         futures: who waits for results here.
         redo_log: what was accepted and written of late.
+        dead_after: seconds that a gateway must be missing before its samples are taken over.
     """
 
     def __init__(
@@ -106,14 +94,14 @@ class SampleDispatcher:
         timelines: Timelines,
         futures: Futures,
         redo_log: RedoLog,
-        settings: SampleSettings | None = None,
+        dead_after: float = TTL_S / 2,
     ) -> None:
         self._journal, self._futures = stores.samples, futures
         self._redo_log = redo_log
         self._timelines = timelines
         self._gateway_id = gateway_id
-        self._settings = settings or SampleSettings()
-        self._sessions = KnownSessions(stores.sampling_sessions, self._settings.session_timeout)
+        self._dead_after = dead_after
+        self._sessions = KnownSessions(stores.sampling_sessions, _SESSION_S)
         self._inflight = stores.inflight
         self._snapshots = stores.snapshots
         self._replicas = replicas
@@ -360,10 +348,9 @@ class SampleDispatcher:
         return self._slots_of[base_model]
 
     def _capacity(self, base_model: str) -> int:
-        most = self._settings.replica_sequences
         ready = self._replicas.ready(base_model).values()
         # What a replica cannot generate at once waits here, where API keys take turns.
-        return sum(min(most, record.max_sequences or most) for record in ready) or most
+        return sum(record.max_sequences or UNSAID_SEQUENCES for record in ready) or UNSAID_SEQUENCES
 
     def _resize(self) -> None:
         for base_model, slots in self._slots_of.items():
@@ -384,7 +371,7 @@ class SampleDispatcher:
         known = await self._journal.gateways()
         self._missing_since = {name: self._missing_since.get(name, now) for name in known - live}
         for name, since in self._missing_since.items():
-            if now - since >= self._settings.dead_after:
+            if now - since >= self._dead_after:
                 listed |= await self._take_over(name)
         self._claims.forget(listed)
         self._away.over()

@@ -21,7 +21,7 @@ from services.gateway.records.model import ModelRecord
 from services.gateway.records.stores import Stores
 from services.gateway.results.futures import Futures
 from services.gateway.sampling.admission import Admission
-from services.gateway.sampling.dispatcher import SampleDispatcher, SampleSettings
+from services.gateway.sampling.dispatcher import SampleDispatcher
 from services.gateway.sampling.replicas import Replicas
 from services.gateway.timelines.timelines import Timelines
 from tests.unit.gateway.scripted_services import BASE, ScriptedSampler, serving
@@ -55,13 +55,13 @@ class Gateway:
             self.timelines,
             self.futures,
             RedoLog(client),
-            SampleSettings(dead_after=1.0),
+            dead_after=1.0,
         )
         self.parts = (self.futures, self.discovery, self.dispatcher)
 
-    async def sample(self, seq_id: int, prompt: bytes = b"", priority: int = 0) -> str:
+    async def sample(self, seq_id: int, prompt: bytes = b"", priority: int = 0, sequences: int = 1) -> str:
         name = ids.request_id(SESSION, seq_id)
-        request = sampler_pb2.SampleRequest(request_id=name, num_samples=1, priority=priority)
+        request = sampler_pb2.SampleRequest(request_id=name, num_samples=sequences, priority=priority)
         request.prompt.data = prompt
         request.origin.owner = "ann"
         payload = request.SerializeToString()

@@ -43,6 +43,19 @@ async def test_a_replica_is_sent_no_more_than_it_says_it_generates_at_once(
         assert [await gateway.tokens(name) for name in requests] == [b"a"] * 4
 
 
+async def test_a_replica_is_sent_as_much_as_it_says_however_much_that_is(
+    redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
+) -> None:
+    sampler = ScriptedSampler("a")
+    sampler.gate.clear()
+    async with serving(redis_client, sampler, "sampler-0", max_sequences=4096):
+        gateway = await gateway_on()
+        requests = [await gateway.sample(seq_id, sequences=1024) for seq_id in range(4)]
+        await until(lambda: sampler.waiting == 4)
+        sampler.gate.set()
+        assert [await gateway.tokens(name) for name in requests] == [b"a"] * 4
+
+
 async def test_the_samples_of_a_dead_replica_are_run_by_another(
     redis_client: redis.asyncio.Redis, gateway_on: GatewayFactory
 ) -> None:

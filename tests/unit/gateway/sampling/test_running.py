@@ -16,7 +16,7 @@ from services.common.state.journal_records import Accepted
 from services.common.state.known_models import Configured, configure
 from services.gateway.records.snapshot import SnapshotStore
 from services.gateway.records.usage import UsageStore, day_of
-from services.gateway.sampling.dispatcher import SampleSettings
+from services.gateway.sampling.dispatcher import UNSAID_SEQUENCES
 from services.gateway.sampling.running import Followed
 from tests.unit.gateway.sampling.dispatching import (
     MODEL,
@@ -275,7 +275,7 @@ async def test_a_sample_has_noted_the_use_of_its_snapshot_when_it_begins_to_wait
     gateway = await gateway_on()
     # Not by another sample of the snapshot: its use would be noted, and a gateway notes one once a minute.
     slots = gateway.dispatcher._slots(BASE)
-    async with slots.held("bob", SampleSettings().replica_sequences):
+    async with slots.held("bob", UNSAID_SEQUENCES):
         request = sampler_pb2.SampleRequest(request_id=ids.request_id(SESSION, 0), num_samples=1)
         request.snapshot.model_id, request.snapshot.version = MODEL, 3
         accepted = await gateway.journal.accept(SESSION, 0, request.SerializeToString(), gateway.name)
