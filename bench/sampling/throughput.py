@@ -15,7 +15,8 @@ from bench.stack import BASE_MODEL, Stack, next_token_datum, random_tokens, trai
 from bench.training.exactness import newest_snapshot
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 64, 64, 128
-BASE_REPETITIONS, MANY_REPETITIONS, ADAPTER_REPETITIONS, ONE_TOKEN_REPETITIONS = 7, 2, 1, 60
+BASE_REPETITIONS, MANY_REPETITIONS, ONE_TOKEN_REPETITIONS = 7, 2, 60
+ADAPTER_REPETITIONS, MANY_ADAPTER_REPETITIONS = 3, 1
 GROUP, GROUP_TOKENS, ADAPTED_TOKENS = 16, 32, 2
 """Answers to each prompt, and their tokens, of a batch of 1,024 sequences; fewer tokens where they have
 adapters, for which vLLM's own functions take many times as long on a CPU."""
@@ -73,7 +74,7 @@ def adapters(stack: Stack) -> list[Row]:
     bare = BareVllm(stack.model_dir, stack.threads, "lora", stack.scratch / "bare-vllm-lora.log")
     try:
         few = _compare(stack, clients, bare, directories, ADAPTER_REPETITIONS)
-        many = _compare(stack, clients, bare, directories, ADAPTER_REPETITIONS, ADAPTED_TOKENS, GROUP)
+        many = _compare(stack, clients, bare, directories, MANY_ADAPTER_REPETITIONS, ADAPTED_TOKENS, GROUP)
     finally:
         bare.close()
     mixed, generate = f"sampling, {ADAPTERS} adapters mixed", "API / LLM.generate with LoRA"
