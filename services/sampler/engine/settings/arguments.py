@@ -37,6 +37,7 @@ from services.sampler.engine.settings.models import (
     hf_config,
     is_quantised,
     latent_attention,
+    most_tokens,
     text_alone,
     text_config,
 )
@@ -221,23 +222,40 @@ def _refused(config: SamplerConfig, words: str) -> str:
 
 
 def _cpu_cache(config: SamplerConfig) -> cpu_cache.CpuCache:
-    """Keys and values of one worker on CPU, where vLLM does not measure what there is room for."""
+    """Keys and values of one worker on CPU, where vLLM does not measure what there is room for.
+
+    Raises:
+        InvalidRequest: the model's configuration does not say what they follow from.
+    """
     model = text_config(config)
+    context = most_tokens(model) or config.max_context
+    if not context:
+        raise InvalidRequest(
+            f"the config.json of {config.base_model} does not say how many tokens the model takes: give "
+            "--max-context"
+        )
+    try:
+        token_bytes = _token_bytes(config, model)
+    except AttributeError as error:
+        raise InvalidRequest(
+            f"the config.json of {config.base_model} does not say how large the keys and values of a token "
+            f"are ({error}), of which a sampler on a CPU chooses how many it keeps: use a GPU"
+        ) from error
     cache = cpu_cache.choose(
-        token_bytes=_token_bytes(config, model),
-        model_context=model.max_position_embeddings,
+        token_bytes=token_bytes,
+        model_context=context,
         wanted_context=config.max_context,
         given_bytes=int(config.kv_cache_gib * GIB),
         memory=machine_memory() // (config.machine_samplers * config.workers),
     )
-    if cache.context < (config.max_context or model.max_position_embeddings):
+    if cache.context < (config.max_context or context):
         log.warning(
             "this machine has room for %.1f GiB of keys and values of each of %d samplers: contexts end at "
             "%d tokens, and the model takes %d (--kv-cache-gib gives more, --max-context fewer)",
             cache.kv_bytes / GIB,
             config.machine_samplers,
             cache.context,
-            model.max_position_embeddings,
+            context,
         )
     return cache
 

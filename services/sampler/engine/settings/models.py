@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.transformers_utils.config import get_config
+from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
 from services.common.contract.errors import InvalidRequest
 from services.sampler.config import SamplerConfig
@@ -70,6 +71,13 @@ def latent_attention(model: Any) -> tuple[int, int] | None:
     keys and values, also one that makes them of few numbers and keeps them whole."""
     rank = getattr(model, "kv_lora_rank", None)
     return (rank, model.qk_rope_head_dim) if rank and model.model_type != "minicpm3" else None
+
+
+def most_tokens(model: Any) -> int | None:
+    """The context that a model's configuration names, which families call otherwise; None: it names none, as
+    of BLOOM, whose positions have no end."""
+    found, named = ModelArchConfigConvertorBase(model, model).derive_max_model_len_and_key()
+    return int(found) if named else None
 
 
 def adapts(config: SamplerConfig, device: str) -> bool:

@@ -81,6 +81,25 @@ def test_a_context_that_a_worker_has_no_room_for_is_refused_before_vllm_does(
         engine_args(replace(config, max_context=context + 1), "cpu")
 
 
+def test_a_context_that_a_family_calls_otherwise_is_read_as_vllm_does(tmp_path: Path) -> None:
+    config = replace(config_of(tmp_path, "mpt", max_seq_len=512), kv_cache_gib=1)
+    assert engine_args(config, "cpu").max_model_len == 512
+
+
+def test_of_a_model_that_names_no_context_one_is_asked_for_on_a_cpu(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "bloom")
+    with pytest.raises(InvalidRequest, match=r"org/model does not say how many tokens .* give --max-context"):
+        engine_args(config, "cpu")
+    assert engine_args(replace(config, max_context=512), "cpu").max_model_len == 512
+    assert engine_args(config, "cuda").max_model_len == -1
+
+
+def test_a_model_without_attention_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    config = replace(config_of(tmp_path, "mamba"), max_context=512, dtype="bfloat16")
+    with pytest.raises(InvalidRequest, match="keys and values .* no attribute 'num_attention_heads'.* GPU"):
+        engine_args(config, "cpu")
+
+
 @pytest.fixture
 def nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Whom a test looked for on the network, which is not there. What is tried again is tried at once."""
