@@ -68,18 +68,6 @@ def test_every_row_of_a_layer_has_the_adapter_of_its_own_request(ids: list[int])
     torch.testing.assert_close(y, wanted)
 
 
-@pytest.mark.parametrize("ids", OF_ROWS.values(), ids=OF_ROWS)
-def test_a_layer_in_two_parts_comes_to_the_same(ids: list[int]) -> None:
-    x, y = random(len(ids), WIDTH), random(len(ids), sum(SLICES))
-    parts = zip(y.split(SLICES, 1), A, B, strict=True)
-    wanted = torch.cat([expected(part, x, ids, a, b, SCALE) for part, a, b in parts], 1)
-    made = wrapper(ids, [33])
-    low = torch.zeros(len(SLICES), len(ids), RANK)
-    made.add_shrink(low, x, A, SCALE)
-    made.add_expand(y, low, B, SLICES)
-    torch.testing.assert_close(y, wanted)
-
-
 @pytest.mark.parametrize("padding", [2, 0, -1], ids=["wider", "as wide", "narrower"])
 @pytest.mark.parametrize("ids", OF_ROWS.values(), ids=OF_ROWS)
 def test_every_sampled_row_has_the_head_of_its_own_request(ids: list[int], padding: int) -> None:
@@ -89,15 +77,6 @@ def test_every_sampled_row_has_the_head_of_its_own_request(ids: list[int], paddi
     of_head = expected(y[:, :common], x, ids, A[0], B[0][:, :, :common], SCALE)
     wanted = torch.cat([of_head, y[:, common:]], 1)
     wrapper([33], ids).add_lora_logits(y, x, A[0], B[0], SCALE)
-    torch.testing.assert_close(y, wanted)
-
-
-def test_embeddings_are_expanded_by_the_adapters_of_their_tokens() -> None:
-    ids = OF_ROWS["in turn with nobody"]
-    x, y = random(len(ids), RANK), random(len(ids), SLICES[0])
-    same = torch.eye(RANK).expand(len(SLOTS), 1, RANK, RANK)
-    wanted = expected(y, x, ids, same, B[0], 1.0)
-    wrapper(ids, [33]).add_lora_embedding(y, x, B[0], add_inputs=True)
     torch.testing.assert_close(y, wanted)
 
 

@@ -12,7 +12,7 @@ request uses none (for rows of prompts that are scored, see adapter_rows.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -80,7 +80,7 @@ class CpuAdapters(PunicaWrapperCPU):
             return
         x, y = _ordered(_flat(x), rows).float(), _flat(y)
         low = [_shrunk(x, a, rows, scale) for a in lora_a_stacked]
-        _expand(y, low, lora_b_stacked, output_slices, 0, rows)
+        _expand(y, low, lora_b_stacked, output_slices, rows)
 
     def add_lora_logits(
         self, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **_: Any
@@ -95,41 +95,14 @@ class CpuAdapters(PunicaWrapperCPU):
         x, y = _ordered(_flat(x), rows).float(), _flat(y)
         low = _shrunk(x, lora_a_stacked, rows, scale)
         # vLLM pads the output head to a multiple of 64 tokens, and so these logits, but no adapter of it.
-        _expand(y, [low], [lora_b_stacked], [min(y.shape[1], lora_b_stacked.shape[2])], 0, rows)
+        _expand(y, [low], [lora_b_stacked], [min(y.shape[1], lora_b_stacked.shape[2])], rows)
 
-    def add_lora_embedding(self, y: Tensor, x: Tensor, lora_b_stacked: Tensor, *_: Any, **__: Any) -> None:
-        """y += x B^T; y: [tokens, out], x: [tokens, rank]."""
-        self.add_expand(y, [x], (lora_b_stacked,), (y.shape[-1],))
+    def add_shrink(self, *_: Any, **__: Any) -> NoReturn:
+        """Layers of embeddings, and those of vLLM's `fully_sharded_loras`, ask for these: a sampler adapts no
+        embeddings and never shards so, and vLLM's own functions would take slot -1 as said above."""
+        raise NotImplementedError(f"a layer asked for what no sampler serves; check {__name__}")
 
-    def add_shrink(
-        self,
-        y: Sequence[Tensor] | Tensor,
-        x: Tensor,
-        lora_a_stacked: tuple[Tensor, ...],
-        scale: float,
-        **_: Any,
-    ) -> None:
-        """y[i] = scale * x A[i]^T; y: [slices, tokens, rank], x: [tokens, in]."""
-        rows = self._token_rows()
-        x = _ordered(_flat(x), rows).float()
-        for out, a in zip(y, lora_a_stacked, strict=True):
-            low = _shrunk(x, a, rows, scale)
-            out[:, : low.shape[1]] = low if rows.back is None else low[rows.back]
-
-    def add_expand(
-        self,
-        y: Tensor,
-        x: Sequence[Tensor] | Tensor,
-        lora_b_stacked: tuple[Tensor, ...],
-        output_slices: tuple[int, ...],
-        offset_start: int = 0,
-        **_: Any,
-    ) -> None:
-        """y += x[i] B[i]^T in each slice; y: [tokens, all slices], x: [slices, tokens, rank]."""
-        rows = self._token_rows()
-        _expand(
-            _flat(y), [_ordered(each, rows) for each in x], lora_b_stacked, output_slices, offset_start, rows
-        )
+    add_expand = add_lora_embedding = add_shrink
 
     def _token_rows(self) -> Rows:
         if self._tokens is None:
@@ -160,10 +133,10 @@ def _expand(
     low: Sequence[Tensor],
     stacked: Sequence[Tensor],
     widths: Sequence[int],
-    offset: int,
     rows: Rows,
 ) -> None:
     """Adds low[i] B[i]^T by adapter to columns of y. low[i]: [rows, rank], in order."""
+    offset = 0
     for each, b, width in zip(low, stacked, widths, strict=True):
         target, each = y[:, offset : offset + width], each.to(y.dtype)
         offset += width

@@ -96,7 +96,7 @@ def test_of_a_model_that_names_no_context_one_is_asked_for_on_a_cpu(tmp_path: Pa
 
 def test_a_model_without_attention_is_refused_on_a_cpu(tmp_path: Path) -> None:
     config = replace(config_of(tmp_path, "mamba"), max_context=512, dtype="bfloat16")
-    with pytest.raises(InvalidRequest, match="keys and values .* no attribute 'num_attention_heads'.* GPU"):
+    with pytest.raises(InvalidRequest, match=r"keys and values .* no attribute 'num_attention_heads'.* GPU"):
         engine_args(config, "cpu")
 
 
