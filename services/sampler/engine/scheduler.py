@@ -32,7 +32,7 @@ from services.sampler.engine.grammars import core as grammars
 from services.sampler.engine.logprobs import core as logprobs
 from services.sampler.engine.shifts import core as shifts
 from services.sampler.engine.shifts import full_core
-from services.sampler.worker.prompt_scores import CACHE_LIMIT_KEY
+from services.sampler.worker.prompt_scores import CACHE_LIMIT_KEY, asked
 
 
 def make_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
@@ -104,8 +104,7 @@ def _limit_cache_hits(manager: Any) -> None:
 
     def get(request: Any) -> Any:
         nonlocal limit
-        arguments = request.sampling_params.extra_args or {}
-        limit = arguments.get(CACHE_LIMIT_KEY)
+        limit = asked(request.sampling_params, CACHE_LIMIT_KEY)
         return get_computed_blocks(request)
 
     manager.coordinator.find_longest_cache_hit = find

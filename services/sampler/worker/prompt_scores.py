@@ -42,6 +42,15 @@ Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
 
+def asked(params: Any, key: str) -> Any:
+    """What a request asks for under one of these keys; None: nothing.
+
+    Args:
+        params: the SamplingParams of vLLM's that it has.
+    """
+    return (params.extra_args or {}).get(key)
+
+
 @dataclass(frozen=True)
 class TopkLogprobs:
     """k tokens at each of n positions: ids [n, k] and their log-probabilities [n, k]."""

@@ -55,11 +55,10 @@ class Runner(ABC):
             experts.apply()
         self.correct_sampling()
         self.score_prompts()
-        self._shift_adapters()
         if self._of.speculative_config is not None:
             self.check_drafts()
         self.routing = self.tell_experts()
-        self._count_steps()
+        self._follow_steps()
 
     @abstractmethod
     def correct_sampling(self) -> None:
@@ -90,26 +89,18 @@ class Runner(ABC):
     def shift(self, request: str, adapter: LoRARequest) -> None:
         """A request that this may know has another adapter from the step on that is computed next."""
 
-    def _shift_adapters(self) -> None:
+    def _follow_steps(self) -> None:
         execute = self._of.execute_model
 
-        def shifted(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        def followed(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
             for request, adapter in attached(scheduled).items():
                 self.shift(request, adapter)
-            return execute(scheduled, *args, **kwargs)
-
-        self._of.execute_model = shifted
-
-    def _count_steps(self) -> None:
-        execute = self._of.execute_model
-
-        def counted(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
             result = execute(scheduled, *args, **kwargs)
             # A step that nothing was scheduled for is no progress.
             self.steps += scheduled.total_num_scheduled_tokens > 0
             return result
 
-        self._of.execute_model = counted
+        self._of.execute_model = followed
 
 
 def installed(worker: Any) -> Runner:

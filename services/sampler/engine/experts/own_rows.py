@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector, PackedBlockHashes
 
-from services.sampler.worker.prompt_scores import ROUTED_KEY
+from services.sampler.worker.prompt_scores import ROUTED_KEY, asked
 from services.sampler.worker.v2.routed_experts import StepMetadata
 
 _NAME = struct.Struct(">QQ")
@@ -49,7 +49,7 @@ class OwnRows(AuxOutputSchedulerConnector):
         starts, names = {}, {}
         for name, count in scheduler_output.num_scheduled_tokens.items():
             request = requests[name]
-            if not _asks(request):
+            if not asked(request.sampling_params, ROUTED_KEY):
                 continue
             starts[name] = _start(request)
             # Before the step: tokens of drafts count, which may not hold; then a block has its name early.
@@ -62,7 +62,7 @@ class OwnRows(AuxOutputSchedulerConnector):
 
     def take_output(self, request: Any, output: Any) -> np.ndarray | None:
         """Rows [n, layers, top_k] that leave with the tokens that a request has now."""
-        return super().take_output(request, output) if _asks(request) else None
+        return super().take_output(request, output) if asked(request.sampling_params, ROUTED_KEY) else None
 
     def request_finished(self, request: Any) -> None:
         """It has ended, or vLLM gives it up for others and begins it again later."""
@@ -81,10 +81,6 @@ class OwnRows(AuxOutputSchedulerConnector):
         self._given[name] = number, max(first, full)
         packed = b"".join(_NAME.pack(number, index) for index in range(first, full))
         return PackedBlockHashes(packed, _NAME.size) if packed else None
-
-
-def _asks(request: Any) -> bool:
-    return bool((request.sampling_params.extra_args or {}).get(ROUTED_KEY))
 
 
 def _start(request: Any) -> int:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-GIB = 1 << 30
+from services.sampler.config import GIB
+
 _SHARE = 4
 _BLOCK_TOKENS = 128
 """Of vLLM on a CPU, which keeps one block for itself; of latent attention they are smaller."""

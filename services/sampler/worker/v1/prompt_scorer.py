@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from services.sampler.worker.adapter_rows import adapter_rows
-from services.sampler.worker.prompt_scores import REQUEST_KEY, ScorePlan
+from services.sampler.worker.prompt_scores import REQUEST_KEY, ScorePlan, asked
 from services.sampler.worker.row_scores import LogprobsAt, Rows, RowScores, on
 
 
@@ -84,15 +84,13 @@ class PromptScorer:
 
 def _progress(request: Any, device: torch.device) -> _Progress | None:
     """The progress of a request that asked for scores."""
-    arguments = request.sampling_params.extra_args
-    if not arguments or REQUEST_KEY not in arguments:
+    if (wire := asked(request.sampling_params, REQUEST_KEY)) is None:
         return None
     # This field of vLLM's record holds its own prompt scores, which no request asks for; it dies with
     # the request, however that ends.
     progress: _Progress | None = request.in_progress_prompt_logprobs_cpu
     if progress is None:
-        plan = ScorePlan.from_wire(arguments[REQUEST_KEY])
-        progress = _Progress(RowScores(plan, device, log_softmax))
+        progress = _Progress(RowScores(ScorePlan.from_wire(wire), device, log_softmax))
         request.in_progress_prompt_logprobs_cpu = progress
     return progress
 

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from services.common.contract.experts.routing import Routing
-from services.sampler.worker.prompt_scores import ROUTED_KEY
+from services.sampler.worker.prompt_scores import ROUTED_KEY, asked
 
 
 class RoutedExperts:
@@ -68,7 +68,7 @@ class RoutedExperts:
         return {
             name: count
             for name, count in scheduled.num_scheduled_tokens.items()
-            if asks(new[name] if name in new else self._runner.requests[name].sampling_params)
+            if asked(new[name] if name in new else self._runner.requests[name].sampling_params, ROUTED_KEY)
         }
 
     def _rows(self, name: str, count: int, layers: list[np.ndarray]) -> AuxRequestOutput:
@@ -84,11 +84,6 @@ class RoutedExperts:
             result = getattr(output, "_model_runner_output", output)
             result.aux_output_connector_output, self._answers = self._answers, {}
         return output
-
-
-def asks(params: Any) -> bool:
-    """Whether a request with these SamplingParams of vLLM's asks for them."""
-    return bool(params is not None and params.extra_args and params.extra_args.get(ROUTED_KEY))
 
 
 def install(runner: Any) -> Routing | None:

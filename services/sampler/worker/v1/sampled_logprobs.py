@@ -21,7 +21,7 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from services.sampler.worker.prompt_scores import SAMPLED_KEY
+from services.sampler.worker.prompt_scores import SAMPLED_KEY, asked
 
 
 class SampledLogprobs(LogitsProcessor):
@@ -45,7 +45,7 @@ class SampledLogprobs(LogitsProcessor):
         return True
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        process_dict_updates(self._asks, batch_update, lambda params, *_: asks(params) or None)
+        process_dict_updates(self._asks, batch_update, lambda params, *_: asked(params, SAMPLED_KEY))
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
@@ -89,11 +89,6 @@ class SampledLogprobs(LogitsProcessor):
         assert self._into is not None
         places = [self._places[row] for row in self._rows]
         self._into[places] = logits[self._rows].log_softmax(dim=-1, dtype=torch.float32)
-
-
-def asks(params: Any) -> bool:
-    """Whether a request with these SamplingParams of vLLM's asks for them."""
-    return bool(params.extra_args and params.extra_args.get(SAMPLED_KEY))
 
 
 def install(runner: Any) -> SampledLogprobs:

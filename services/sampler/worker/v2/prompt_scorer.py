@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
 from services.sampler.worker.adapter_rows import adapter_rows
-from services.sampler.worker.prompt_scores import REQUEST_KEY, ScorePlan
+from services.sampler.worker.prompt_scores import REQUEST_KEY, ScorePlan, asked
 from services.sampler.worker.row_scores import LogprobsAt, Rows, RowScores, on
 
 LogitsOf = Callable[[torch.Tensor], torch.Tensor]
@@ -40,10 +40,8 @@ class PromptScorer:
 
     def add_request(self, req_id: str, req_idx: int, sampling_params: SamplingParams) -> None:
         """A request begins, or begins anew after a preemption."""
-        arguments = sampling_params.extra_args
-        if arguments and REQUEST_KEY in arguments:
-            plan = ScorePlan.from_wire(arguments[REQUEST_KEY])
-            self._open[req_id] = RowScores(plan, self._runner.device, cells)
+        if (wire := asked(sampling_params, REQUEST_KEY)) is not None:
+            self._open[req_id] = RowScores(ScorePlan.from_wire(wire), self._runner.device, cells)
 
     def remove_request(self, req_id: str) -> None:
         """A request has ended, or was preempted."""

@@ -21,7 +21,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample import sampler as vllm_sampler
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
-from services.sampler.worker.prompt_scores import SAMPLED_KEY
+from services.sampler.worker.prompt_scores import SAMPLED_KEY, asked
 from services.sampler.worker.row_scores import on
 
 
@@ -62,8 +62,7 @@ class SampledLogprobs:
         )
 
     def _added(self, req_idx: int, sampling_params: SamplingParams) -> None:
-        extra = sampling_params.extra_args
-        self._asks[req_idx] = bool(extra and extra.get(SAMPLED_KEY))
+        self._asks[req_idx] = bool(asked(sampling_params, SAMPLED_KEY))
         self._add(req_idx, sampling_params)
 
     def _sampled(

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from services.sampler.engine.settings.cpu_cache import GIB, CpuCache, choose
+from services.sampler.config import GIB
+from services.sampler.engine.settings.cpu_cache import CpuCache, choose
 
 # 28 layers, 8 heads of 128 for keys and as many for values, float32: the shape of Qwen3-0.6B.
 QWEN = {"token_bytes": 2 * 28 * 8 * 128 * 4, "model_context": 40960}

@@ -35,8 +35,7 @@ MANAGER = "LoRAModelManager"
 # Where vLLM calls what is replaced, how it is called there, and what stands in its place.
 REPLACED = [
     (WORKER, "maybe_rocm_profiling_fallback", "worker.gpu.memory", "_taken"),
-    (WORKER, "self.model_runner.execute_model", "worker.runner", "Runner._shift_adapters.shifted"),
-    (WORKER, "self.model_runner.execute_model", "worker.runner", "Runner._count_steps.counted"),
+    (WORKER, "self.model_runner.execute_model", "worker.runner", "Runner._follow_steps.followed"),
     (WORKER, "self.model_runner.sample_tokens", "worker.v1.prompt_scorer", "PromptScorer._sample_and_answer"),
     (
         "vllm.lora.worker_manager",
