@@ -38,4 +38,5 @@ def adapter_rows(runner: Any) -> Iterator[Callable[[Sequence[int]], None]]:
     try:
         yield use
     finally:
-        manager._set_adapter_mapping(step_mapping)
+        if mapped:
+            manager._set_adapter_mapping(step_mapping)

@@ -16,9 +16,6 @@ import torch
 
 from services.sampler.worker.prompt_scores import ScorePlan, shapes, uniforms
 
-# Cells of the logits held at once: 128 MiB of float32.
-_CELLS = 2**25
-
 Rows = npt.NDArray[np.int64]
 LogprobsAt = Callable[[torch.Tensor], torch.Tensor]
 """Token ids [rows, n] -> their log-probabilities, float32 [rows, n]."""
@@ -60,17 +57,15 @@ class RowScores:
         done = stop > self._plan.rows and self._scored == self._needed.size
         return self._vector if done else None
 
-    def parts(self, start: int, stop: int, vocabulary: int) -> list[Rows]:
-        """The rows to score of start .. stop - 1, whose hidden states are of this step, in parts that are
-        held at once."""
+    def rows(self, start: int, stop: int) -> Rows:
+        """The rows to score of start .. stop - 1, whose hidden states are of this step."""
         first, last = np.searchsorted(self._needed, [start, stop])
         rows = self._needed[first:last]
         if not rows.size or first > self._scored:
-            return []
+            return rows[:0]
         # A prefill that was preempted begins anew.
         self._scored = max(self._scored, int(last))
-        step = max(1, _CELLS // vocabulary)
-        return [rows[begin : begin + step] for begin in range(0, rows.size, step)]
+        return rows
 
     def fill(self, rows: Rows, next_tokens: torch.Tensor, logits: torch.Tensor) -> None:
         """Writes what the plan wants of `rows` (ascending).

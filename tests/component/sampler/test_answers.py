@@ -71,10 +71,9 @@ def scored(plan: ScorePlan, logits: torch.Tensor, steps: list[int], by: Logprobs
     scores = RowScores(plan, logits.device, by)
     for start, stop in itertools.pairwise(steps):
         assert scores.answer(start) is None
-        for rows in scores.parts(start, stop, VOCAB):
-            scores.fill(
-                rows, torch.tensor(PROMPT)[torch.from_numpy(rows) + 1], logits[torch.from_numpy(rows)]
-            )
+        if (rows := scores.rows(start, stop)).size:
+            there = torch.from_numpy(rows)
+            scores.fill(rows, torch.tensor(PROMPT)[there + 1], logits[there])
     vector = scores.answer(steps[-1])
     assert vector is not None
     return Buffers(plan, vector.numpy())
@@ -110,7 +109,7 @@ def test_every_part_of_an_answer_is_of_its_own_rows(by: LogprobsOf) -> None:
 def test_a_prompt_of_which_a_row_was_passed_over_has_no_answer() -> None:
     plan = plan_of(Scoring(prompt_logprobs=True), ROWS + 1, seed=0, temperature=1.0)
     scores = RowScores(plan, LOGITS.device, log_softmax)
-    assert scores.parts(3, ROWS + 1, VOCAB) == []
+    assert not scores.rows(3, ROWS + 1).size
     assert scores.answer(ROWS + 1) is None
 
 

@@ -1,7 +1,6 @@
 """Scores prompts inside a vLLM worker (V1 model runner), in place of vLLM's own prompt log-probabilities.
 
-Invariant: every row is scored with the adapter of its own request, whatever else is in the batch; an answer
-leaves with the request's first token, once.
+Invariant: an answer leaves with the request's first token, once.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from typing import Any
 
 import torch
 
-from services.sampler.worker.adapter_rows import adapter_rows
 from services.sampler.worker.prompt_scores import REQUEST_KEY, ScorePlan, asked
-from services.sampler.worker.row_scores import LogprobsAt, Rows, RowScores, on
+from services.sampler.worker.row_scores import LogprobsAt, Rows, RowScores
+from services.sampler.worker.step_scores import Part, score
 
 
 class _Progress:
@@ -44,6 +43,7 @@ class PromptScorer:
     def _score_step(
         self, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
     ) -> dict[str, Any]:
+        parts, ends = [], []
         for request_id, scheduled in num_scheduled_tokens.items():
             request = self._runner.requests[request_id]
             progress = _progress(request, hidden_states.device)
@@ -51,35 +51,28 @@ class PromptScorer:
                 continue
             start = request.num_computed_tokens
             stop = start + scheduled
-            parts = progress.scores.parts(start, stop, int(self._runner.input_batch.vocab_size))
-            if parts:
-                self._score(request_id, request, progress.scores, parts, hidden_states, start)
+            parts.append(self._part(request_id, request, progress.scores, start, stop))
             if stop >= len(request.prompt_token_ids):
-                if (answer := progress.scores.answer(stop)) is not None:
-                    self._answers[request_id] = answer.cpu()
+                ends.append((request_id, progress.scores, stop))
                 # The request goes on for long, and the device's memory is not counted.
                 progress.scores = None
+        model, vocabulary = self._runner.model, int(self._runner.input_batch.vocab_size)
+        score(self._runner, parts, hidden_states, model.compute_logits, vocabulary)
+        for request_id, scores, stop in ends:
+            if (answer := scores.answer(stop)) is not None:
+                self._answers[request_id] = answer.cpu()
         return {}
 
-    def _score(
-        self,
-        request_id: str,
-        request: Any,
-        scores: RowScores,
-        parts: list[Rows],
-        hidden_states: torch.Tensor,
-        start: int,
-    ) -> None:
+    def _part(self, request_id: str, request: Any, scores: RowScores, start: int, stop: int) -> Part:
         index = self._runner.input_batch.req_id_to_index[request_id]
         offset = int(self._runner.query_start_loc.np[index]) - start
-        adapter_id = 0 if request.lora_request is None else request.lora_request.lora_int_id
-        with adapter_rows(self._runner) as use:
-            for rows in parts:
-                use([adapter_id] * rows.size)
-                where = on(hidden_states.device, rows + offset)
-                logits = self._runner.model.compute_logits(hidden_states[where])
-                behind = [request.prompt_token_ids[row + 1] for row in rows.tolist()]
-                scores.fill(rows, torch.tensor(behind, device=logits.device), logits)
+        adapter = 0 if request.lora_request is None else request.lora_request.lora_int_id
+
+        def behind(rows: Rows) -> torch.Tensor:
+            tokens = [request.prompt_token_ids[row + 1] for row in rows.tolist()]
+            return torch.tensor(tokens, device=self._runner.device)
+
+        return Part(scores, scores.rows(start, stop), offset, adapter, behind)
 
 
 def _progress(request: Any, device: torch.device) -> _Progress | None:

@@ -3,8 +3,7 @@
 The log-probabilities are of vLLM's own kernel, which computes the wanted cells alone, and leave the device
 with the step's other results, so that a step waits for none of them.
 
-Invariant: every row is scored with the adapter of its own request, whatever else is in the batch; an answer
-leaves with the request's first token.
+Invariant: an answer leaves with the request's first token.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
-from services.sampler.worker.adapter_rows import adapter_rows
 from services.sampler.worker.prompt_scores import REQUEST_KEY, ScorePlan, asked
 from services.sampler.worker.row_scores import LogprobsAt, Rows, RowScores, on
+from services.sampler.worker.step_scores import Part, score
 
 LogitsOf = Callable[[torch.Tensor], torch.Tensor]
 
@@ -59,9 +58,9 @@ class PromptScorer:
         prompt_lens: npt.NDArray[np.int32],
     ) -> dict[str, torch.Tensor]:
         """Scores the rows of one step; the answers of prompts that it ends."""
-        answers: dict[str, torch.Tensor] = {}
         if not self._open:
-            return answers
+            return {}
+        parts, ends = [], []
         for place, request_id in enumerate(input_batch.req_ids):
             if (scores := self._open.get(request_id)) is None:
                 continue
@@ -73,31 +72,22 @@ class PromptScorer:
                 continue
             start = int(input_batch.num_computed_prefill_tokens_np[place])
             stop = start + int(input_batch.num_scheduled_tokens[place])
-            if parts := scores.parts(start, stop, int(self._runner.vocab_size)):
-                offset = int(input_batch.query_start_loc_np[place]) - start
-                self._score(index, scores, parts, hidden_states, offset, logits_fn)
+            parts.append(self._part(index, scores, start, stop, int(input_batch.query_start_loc_np[place])))
             if stop >= length:
                 del self._open[request_id]
-                if (answer := scores.answer(stop)) is not None:
-                    answers[request_id] = answer
-        return answers
+                ends.append((request_id, scores.answer, stop))
+        score(self._runner, parts, hidden_states, logits_fn, int(self._runner.vocab_size))
+        found = ((request_id, answer(stop)) for request_id, answer, stop in ends)
+        return {request_id: answer for request_id, answer in found if answer is not None}
 
-    def _score(
-        self,
-        index: int,
-        scores: RowScores,
-        parts: list[Rows],
-        hidden_states: torch.Tensor,
-        offset: int,
-        logits_of: LogitsOf,
-    ) -> None:
-        prompt = self._runner.req_states.all_token_ids.gpu[index]
-        adapter_id = int(self._runner.lora_state.lora_ids[index])
-        with adapter_rows(self._runner) as use:
-            for rows in parts:
-                use([adapter_id] * rows.size)
-                there = on(hidden_states.device, rows)
-                scores.fill(rows, prompt[there + 1].long(), logits_of(hidden_states[there + offset]))
+    def _part(self, index: int, scores: RowScores, start: int, stop: int, first: int) -> Part:
+        adapter = int(self._runner.lora_state.lora_ids[index])
+
+        def behind(rows: Rows) -> torch.Tensor:
+            prompt = self._runner.req_states.all_token_ids.gpu[index]
+            return prompt[on(prompt.device, rows + 1)].long()
+
+        return Part(scores, scores.rows(start, stop), first - start, adapter, behind)
 
 
 def cells(logits: torch.Tensor) -> LogprobsAt:
