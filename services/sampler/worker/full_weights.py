@@ -198,8 +198,8 @@ def _nothing_processed() -> Iterator[dict[int, set[str]]]:
 
 
 def _all_on_meta(model: torch.nn.Module) -> None:
-    """Has tensors stand aside that vLLM leaves in their layers during a reload, biases above all: its loader
-    would write to them at once."""
+    """Has tensors stand aside that vLLM leaves in their layers during a reload, biases above all
+    (vllm-project/vllm#49586): its loader would write to them at once."""
     for layer in model.modules():
         for own in (layer._parameters, layer._buffers):
             for name, tensor in own.items():
@@ -208,7 +208,8 @@ def _all_on_meta(model: torch.nn.Module) -> None:
 
 
 def _put_back(model: torch.nn.Module) -> None:
-    """Ends a reload before its time: layers that were not loaded get their old tensors back."""
+    """Ends a reload before its time: layers that were not loaded get their old tensors back. vLLM has no way
+    to; vllm-project/vllm#51378 would make a reload one transaction."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load():

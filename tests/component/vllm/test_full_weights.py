@@ -10,7 +10,11 @@ import pytest
 import torch
 from vllm.config import DeviceConfig, VllmConfig
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.reload.layerwise import (
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from services.common.contract.errors import DataLoss, InvalidRequest
@@ -207,3 +211,16 @@ def test_a_load_that_breaks_off_is_made_good_by_the_next_one(mine: SimpleNamespa
     full_weights.check(mine, mine.files.items())
     full_weights.load(mine, mine.files.items())
     assert bits(mine.model) == before
+
+
+def test_vllm_by_itself_loads_a_bias_at_once_and_has_no_way_to_give_a_reload_up() -> None:
+    model = Model(reports=True)
+    record_metadata_for_reloading(model)
+    initialize_layerwise_reload(model)
+    model.load_weights([("up.bias", torch.arange(4.0))])
+    assert model.up.weight.is_meta
+    assert model.up.bias.tolist() == [0, 1, 2, 3]
+    assert {name for name in layerwise.__all__ if "reload" in name or "finalize" in name} == {
+        *("record_metadata_for_reloading", "initialize_layerwise_reload"),
+        *("finalize_layerwise_processing", "finalize_layerwise_reload"),
+    }

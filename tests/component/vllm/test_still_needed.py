@@ -1,13 +1,15 @@
 """What vLLM does by itself where a sampler corrects it. A test that fails says that a version of vLLM does it
 otherwise: then look whether the correction that it names can go.
 
-As far as vLLM's own code runs here it is run; kernels for GPUs are read. test_fixes.py, test_drafts.py and
-test_cpu_adapters.py have the rest.
+As far as vLLM's own code runs here it is run; kernels for GPUs are read. test_experts_still_needed.py,
+test_fixes.py, test_drafts.py, test_cpu_adapters.py, test_full_weights.py, and the unit tests of adapters'
+slots, schemas and patterns have the rest.
 """
 
 from __future__ import annotations
 
 import ast
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +34,8 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.serial_utils import MsgpackEncoder
+from vllm.v1.structured_output.backend_types import StructuredOutputOptions
+from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import lora_utils, model_runner
 from vllm.v1.worker.gpu.sample import prompt_logprob
@@ -271,6 +275,24 @@ def test_the_kernels_of_adapters_multiply_a_slot_by_its_elements_in_32_bits() ->
     assert "cur_lora_ptr + cur_lora_d0_stride * lora_index + " in both
     ids = written("vllm.lora.ops.triton_ops.lora_kernel_metadata").text
     assert "active_lora_ids = torch.empty(max_loras + 1, dtype=torch.int32, device=device)" in ids
+
+
+def test_vllm_waits_for_the_grammar_of_a_schema_as_long_as_it_takes() -> None:
+    """engine/grammars/core.py (vllm-project/vllm#54003). What it may give up is made in another thread."""
+    makers: list[threading.Thread] = []
+
+    def make(*_: Any, **__: Any) -> None:
+        makers.append(threading.current_thread())
+        raise NotImplementedError
+
+    backend: Any = XgrammarBackend.__new__(XgrammarBackend)
+    compiler = SimpleNamespace(compile_json_schema=make, compile_regex=make, compile_structural_tag=make)
+    vars(backend).update(compiler=compiler, disable_any_whitespace=False)
+    options = StructuredOutputOptions
+    for kind in (options.JSON, options.STRUCTURAL_TAG, options.REGEX):
+        with pytest.raises(NotImplementedError):
+            backend.compile_grammar(kind, "{}")
+    assert [maker is threading.current_thread() for maker in makers] == [True, True, False]
 
 
 @pytest.fixture

@@ -7,6 +7,9 @@ vLLM ends the engine, and so it does where a request that it gave up begins agai
 updates of all weights have it. Here the names are of requests, each of which has a number of its own
 whenever it begins. As nobody else finds a request's rows, workers hear of those alone that ask.
 
+vLLM means it so: a row belongs to what was before its token, as keys and values do (vllm-project/vllm#45635).
+No report was found.
+
 Invariants: a row that leaves is what the routers chose in the step that computed the token, in this very
 request. Nothing leaves of a request that does not ask, nor is kept of it.
 """

@@ -1,4 +1,5 @@
-"""Whether the branches of a `oneOf` can have no value in common: XGrammar takes it for an `anyOf`. Pure.
+"""Whether the branches of a `oneOf` can have no value in common: else XGrammar takes it for an `anyOf`, and
+says so in its log alone (mlc-ai/xgrammar#672 was to have it refuse such a one). Pure.
 
 Cost: what is compared is counted, and two schemas are compared once, so a small schema that refers to itself
 in many places takes no longer than a large one.

@@ -1,8 +1,9 @@
 """How long a request may wait for its grammar in the process of the engine's core.
 
-vLLM waits for as long as it takes. A request that waits has no steps, and an engine that has nothing else to
-do would count as stuck and be ended, and then the next one that the request is sent to. Here its grammar
-counts as one that could not be made, so that vLLM ends this request alone. Its thread goes on to its end.
+vLLM waits for as long as it takes, but for regular expressions (vllm-project/vllm#54003). A request that
+waits has no steps, and an engine that has nothing else to do would count as stuck and be ended, and then the
+next one that the request is sent to. Here its grammar counts as one that could not be made, so that vLLM ends
+this request alone. Its thread goes on to its end.
 
 Invariant: the time that others' grammars take before it is not counted.
 """

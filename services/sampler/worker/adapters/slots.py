@@ -4,7 +4,7 @@ vLLM fills a slot layer by layer: for each part of each layer two copies from th
 zeros, a thousand small operations of a model of 36 layers, in front of a step. Here vLLM's layers put an
 adapter into memory of the host first, in any thread, as they would put it into a slot; the engine's thread
 then copies that to the device in one piece, and there into the slot in few operations, whose number depends
-on how many widths the layers have and not on how many layers.
+on how many widths the layers have and not on how many layers. No report was found of how many they are.
 
 Invariants: a slot that is filled has nothing left of what it had before. What runs keeps its slot: an adapter
 that comes takes a free one, or that of the one used least recently when a step needs it. What an adapter

@@ -5,6 +5,7 @@ later. Here the blocks of a request have names of its own (engine/experts/own_ro
 another's rows, nor a request's after its end. So the rows of requests alone that the scheduler names to the
 worker leave the GPU, and nothing in a step without one. And a name that nobody holds any more is forgotten
 with what is under it; vLLM would keep it until it needs the place, and to find it look at all that is held.
+No report was found of either: to vLLM all requests ask, and what ended may be read again.
 
 Invariant: what vLLM is given of a request that asks is what it would have been given of it.
 """

@@ -4,7 +4,8 @@ vLLM's routers write what they choose into a tensor of the worker's, CUDA graphs
 copies it out with the tokens of a step, and keeps it in blocks, under names that the scheduler gives them
 (engine/experts/own_rows.py), until the requests that ask (`asked_rows`) have it. Here it is said how the
 model routes, rows of layers that do not route are left out, and a request may begin again with the step
-before which it was given up.
+before which it was given up: vLLM itself has zeros for the former, and never does the latter (no report of
+either was found).
 
 Invariant: what leaves has a row for each routed layer of the model, in its order, and for no other.
 """

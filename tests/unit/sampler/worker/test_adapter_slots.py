@@ -21,6 +21,7 @@ from vllm.lora.layers.replicated_linear import ReplicatedLinearWithLoRA
 from vllm.lora.layers.row_parallel_linear import RowParallelLinearWithLoRA
 from vllm.lora.layers.vocab_parallel_embedding import VocabParallelEmbeddingWithLoRA
 from vllm.lora.lora_model import LoRAModel
+from vllm.lora.model_manager import LoRAModelManager
 from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 
 from services.common.contract.errors import InvalidRequest
@@ -218,6 +219,19 @@ def test_with_many_layers_the_engines_thread_has_the_operations_of_few_and_one_c
     assert done[0] == done[1]
     assert done[0].count("_to_copy") == 1
     assert set(done[0]) == {"_to_copy", "constant_pad_nd", "_foreach_copy_", "_foreach_zero_"}
+
+
+def test_vllm_by_itself_has_the_operations_of_each_layer_in_front_of_a_step() -> None:
+    done = []
+    for number in (1, 9):
+        manager: Any = LoRAModelManager.__new__(LoRAModelManager)
+        vars(manager).update(vars(many(number, staged=False)._manager))
+        vars(manager).update(lora_index_to_id=[None], _active_adapters={})
+        manager._registered_adapters = {1: SimpleNamespace(id=1)}
+        with Operations() as operations:
+            manager.activate_adapter(1)
+        done.append(len(operations.names))
+    assert done[1] == 9 * done[0]
 
 
 def test_an_adapter_is_packed_with_the_operations_of_a_layer_whatever_its_number_of_experts() -> None:
