@@ -11,6 +11,8 @@ from __future__ import annotations
 import ast
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -27,8 +29,10 @@ from vllm.lora.model_manager import AdapterLRUCache, LRUCacheLoRAModelManager
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from vllm.outputs import WeightVersionSpan
 from vllm.utils import mem_utils
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import LogprobsLists
@@ -293,6 +297,14 @@ def test_vllm_waits_for_the_grammar_of_a_schema_as_long_as_it_takes() -> None:
         with pytest.raises(NotImplementedError):
             backend.compile_grammar(kind, "{}")
     assert [maker is threading.current_thread() for maker in makers] == [True, True, False]
+
+
+def test_vllms_versions_of_weights_are_of_a_whole_engine_and_do_not_say_what_was_kept() -> None:
+    """engine/shifts (vllm-project/vllm#49040; #54443 is about saying more)."""
+    assert [field.name for field in fields(WeightVersionSpan)] == ["version", "start", "end"]
+    assert "weight_version" in EngineCoreOutputs.__struct_fields__
+    assert not {name for name in EngineCoreOutput.__struct_fields__ if "version" in name}
+    assert list(signature(EngineCore.set_weight_version).parameters) == ["self", "weight_version"]
 
 
 @pytest.fixture

@@ -4,6 +4,10 @@ An update falls between two steps of an engine that is paused: none is under way
 weights that are replaced. Tokens up to `num_computed_tokens` have keys and values of the old ones; the last
 token, which these sampled and nothing has computed yet, gets its own from the new ones.
 
+vLLM's own `weight_versions` (vllm-project/vllm#49040) are no substitute: they tell of a sequence that has
+ended which label its whole engine had at each token, and neither which adapter nor whether keys and values
+were kept.
+
 Invariants: a block of keys and values is cached under the name of the weights that computed all of it and all
 before it, or under a name that no request ever has. A sequence keeps its keys and values only if all before
 its last token have been computed; another begins again as one of the new weights alone, and so does one that
