@@ -30,7 +30,6 @@ from services.common.worlds.sharding import Sharding
 from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, is_flat, register
 from services.trainer.compute.blocks.checkpointing import checkpoint_blocks
 from services.trainer.compute.exchange import COLLECTIVE_TIMEOUT, meet_when_read, wait_alike
-from services.trainer.compute.kernels.linears import speed_up_linears
 from services.trainer.compute.kernels.norms import fuse_norms
 from services.trainer.compute.kernels.rotations import fuse_rotations
 from services.trainer.compute.logprobs import LogprobHead, Targets
@@ -346,8 +345,6 @@ def load_model(
     in_one_type(model, dtype)
     if sharded_config:
         gather_what_is_read(model)
-    if dtype == torch.float32:
-        speed_up_linears(model)
     if computes_flat(model):
         begin_anew(model)
     fuse_norms(model)

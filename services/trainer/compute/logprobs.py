@@ -1,7 +1,7 @@
 """Log-probabilities of target tokens, computed without ever holding all the logits.
 
 Invariant: the logits ([positions, vocabulary]) of at most one chunk, of `CHUNK_ELEMENTS` elements, exist at a
-time, in the forward and in the backward pass, and up to 256 rows of it once more where oneDNN makes them.
+time, in the forward and in the backward pass.
 Where the loss's derivative by each log-probability follows from that one alone, a chunk is differentiated
 right after it was computed, and nothing is computed twice.
 Logits and their log-softmax are float32 whatever the model is, and were never rounded to less (an adapter's
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from services.trainer.compute.kernels.linears import linear
 from services.trainer.compute.lora.grouped import LoraRouter
 
 CHUNK_ELEMENTS = 1 << 26
@@ -135,7 +135,7 @@ class _Float32Logits(torch.autograd.Function):
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """float32 [positions, vocabulary]."""
     if hidden.dtype == torch.float32:
-        return linear(hidden, weight, bias)
+        return F.linear(hidden, weight, bias)
     return cast(Tensor, _Float32Logits.apply(hidden, weight, bias))
 
 

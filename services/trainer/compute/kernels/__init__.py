@@ -1,8 +1,7 @@
-"""What a model computes in a better way than transformers or torch would: on CUDA norms and rotations in few
-kernels, on CPUs of some vendors products with frozen weights by the library that knows them.
+"""What a model computes in a better way than transformers would: on CUDA norms and rotations in few kernels.
 
-Invariant: what is replaced is the same function but for rounding, and where it had been written out, that was
-seen by trying; in this model alone. On every other device each number is as it was.
+Invariant: what is replaced is the same function but for rounding, which was seen by trying; in this model
+alone. On every other device each number is as it was.
 
-Imported by trainer/compute/base_model.py and logprobs.py.
+Imported by trainer/compute/base_model.py.
 """
