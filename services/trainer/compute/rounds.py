@@ -331,7 +331,7 @@ class Rounds:
         batch, losses = ready.batch, ready.losses
         segments = self._segments(ops, batch, grad) if model is self._base else []
         targets = batch.targets
-        if grad and model is self._base and not model.collective:
+        if grad and model is self._base:
             targets = replace(targets, slope=losses.slope())
         given = model.replay.given(batch.chosen)
         # What prefixes share counts for each: how much of it attention to them keeps is not known.
@@ -363,7 +363,7 @@ class Rounds:
         part = batch.part(shares[self._rank], exchange)
         counts = [batch.outputs(share) for share in shares]
         targets = part.targets
-        if model is self._base and not model.collective:
+        if model is self._base:
             first = sum(scored for scored, _ in counts[: self._rank])
             targets = replace(targets, slope=shifted(losses.slope(), first))
         segments = self._segments(ops, part, True) if model is self._base else []

@@ -50,6 +50,13 @@ def test_training_equals_a_plain_pytorch_loop(reports: list[Report], untied: Pat
     b.assert_same_adapter(report.states["b"].adapter)
 
 
+def test_an_output_head_computes_each_position_once_for_values_and_gradient(reports: list[Report]) -> None:
+    rows = [*ROWS_A, *ROWS_B, *ROWS_C]
+    # Where ranks take part in each other's micro-batches, one without rows computes a position of nobody's.
+    idle = sum(report.head for report in reports) - sum(row.length for row in rows)
+    assert idle in (0, 1)
+
+
 def _check_critic(report: Report, untied: Path) -> None:
     critic = ReferenceModel(untied, report.initial["v"].adapter)
     for row, result in zip(ROWS_V, report.passes[0][6:], strict=True):

@@ -19,6 +19,7 @@ from tests.component.engine.data import (
     with_input,
     work,
 )
+from tests.component.engine.engines import heads_in_chunks
 
 LORAS = {
     "a": LoraSpec(8, 1),
@@ -39,6 +40,8 @@ class Report(msgspec.Struct):
     weights_of: dict[str, ModelState] = {}
     initial: dict[str, ModelState] = {}
     non_finite: str = ""
+    head: int = 0
+    """Positions that this rank's output head computed in the first pass, in chunks."""
     weights: int = 0
     weights_here: int = 0
 
@@ -65,7 +68,9 @@ def scenario(engine: Engine) -> Report:
         (op("c", forward_only=True), ROWS_C),
         (op("v", 1, "ppo_critic"), ROWS_V),
     ]
-    run(work(*placed, cut=[[(0, 0), (1, 0), (3, 0)], [(0, 1), (2, 0)], [(0, 2), (1, 1)], [(3, 1)]]))
+    with heads_in_chunks(6) as computed:
+        run(work(*placed, cut=[[(0, 0), (1, 0), (3, 0)], [(0, 1), (2, 0)], [(0, 2), (1, 1)], [(3, 1)]]))
+    report.head = sum(computed)
     for model_id in LORAS:
         step(model_id)
 

@@ -24,6 +24,7 @@ from tests.component.engine.data import (
     with_input,
     work,
 )
+from tests.component.engine.engines import heads_in_chunks
 
 LENGTHS = (41, 24, 1)
 """One that two ranks cannot cut evenly, one that they can, and one of which a rank has nothing."""
@@ -61,6 +62,8 @@ class Report(msgspec.Struct):
     states: dict[str, HostTensor] = {}
     replayed: dict[str, HostTensor] = {}
     splits: bool = False
+    heads: dict[str, int] = {}
+    """Positions that output heads computed in a forward_backward."""
 
 
 def together(engine: Engine, placed: PassOp, rows: list[Row], index: int) -> Pass:
@@ -99,20 +102,18 @@ def gradient(engine: Engine, name: str) -> HostTensor:
 
 def scenario(engine: Engine) -> Report:
     report = Report(splits=engine.splits)
-    head = engine._base._scorer.head
-    for chunk in ("whole", "chunks"):
-        positions = head.chunk_positions
-        head.chunk_positions = positions if chunk == "whole" else 7
+    for chunk, positions in (("whole", 1000), ("chunks", 7)):
         for case, (loss, spec, rows) in CASES.items():
             name = f"{case}, {chunk}"
             trained_model(engine, name, spec)
-            report.results[name] = trained(engine, name, loss, rows)
+            with heads_in_chunks(positions) as computed:
+                report.results[name] = trained(engine, name, loss, rows)
+            report.heads[name] = sum(computed)
             report.gradients[name] = gradient(engine, name)
             trained(engine, name, loss, rows)
             report.steps[name] = engine.optim_step(name, NO_CLIP)
             report.states[name] = from_values(flat(engine.state(name, optimizer=False)))
             engine.drop_model(name)
-        head.chunk_positions = positions
     for name in ("first", "again"):
         trained_model(engine, name, POLICY)
         trained(engine, name, *CASES["cross_entropy"][::2])

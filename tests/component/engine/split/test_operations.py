@@ -64,6 +64,18 @@ def test_its_gradient_and_the_step_are_those_of_one_rank(
     assert all(other.states[name] == ranks[0].states[name] for other in ranks[1:])
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_in_chunks_each_position_is_computed_once_but_for_a_sequences_ratio(
+    alone: Report, ranks: list[Report], case: str
+) -> None:
+    times = 2 if case == "gspo" else 1
+    for reports in ([alone], ranks):
+        once, found = (
+            sum(report.heads[f"{case}, {chunk}"] for report in reports) for chunk in ("whole", "chunks")
+        )
+        assert found == times * once
+
+
 def test_a_replay_on_as_many_ranks_is_bit_for_bit_the_same(ranks: list[Report]) -> None:
     for report in ranks:
         assert report.replayed["first"] == report.replayed["again"]
