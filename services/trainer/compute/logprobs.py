@@ -10,7 +10,7 @@ part of them is). Targets are never padded: one position with many costs the oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -76,6 +76,11 @@ def shifted(slope: Slope | None, first: int) -> Slope | None:
     if slope is None:
         return None
     return lambda logprobs, where: slope(logprobs, slice(where.start + first, where.stop + first))
+
+
+def multiplied(slope: Slope | None, factor: int) -> Slope | None:
+    """The slope of a multiple of the loss."""
+    return None if slope is None else lambda logprobs, where: slope(logprobs, where) * factor
 
 
 class _SelectiveLogSoftmax(torch.autograd.Function):
@@ -164,13 +169,13 @@ class _Differentiated(torch.autograd.Function):
     """Log-probabilities whose backward pass was done: that of the loss of which the slope was."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, logprobs: Tensor, below: Tensor) -> Tensor:
-        ctx.save_for_backward(below)
+    def forward(ctx: Any, logprobs: Tensor, found: Sequence[Tensor], *given: Tensor) -> Tensor:
+        ctx.save_for_backward(*found)
         return logprobs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.saved_tensors[0], None, None
+        return None, None, *ctx.saved_tensors
 
 
 class LogprobHead(nn.Module):
@@ -224,6 +229,8 @@ class LogprobHead(nn.Module):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _at_once(self, hidden: Tensor, targets: Targets, slope: Slope) -> Tensor:
+        learned = [each for each in self.parameters() if each.requires_grad]
+        sums = [torch.zeros_like(each) for each in learned]
         below, outputs, first = torch.empty_like(hidden), [], 0
         for low in range(0, hidden.shape[0], self.chunk_positions):
             chunk = slice(low, min(low + self.chunk_positions, hidden.shape[0]))
@@ -232,12 +239,14 @@ class LogprobHead(nn.Module):
             where = slice(first, first + output.shape[0])
             outputs.append(output.detach())
             # The adapters have their gradients of the chunk now.
-            (below[chunk],) = torch.autograd.grad(output, given, slope(outputs[-1], where))
+            below[chunk], *more = torch.autograd.grad(output, [given, *learned], slope(outputs[-1], where))
+            for each, own in zip(sums, more, strict=True):
+                each += own
             first = where.stop
         if not hidden.requires_grad:
             # Nothing below the head is adapted. The loss has to have a backward pass nevertheless.
             hidden = hidden.detach().requires_grad_()
-        return cast(Tensor, _Differentiated.apply(hidden, torch.cat(outputs), below))
+        return cast(Tensor, _Differentiated.apply(torch.cat(outputs), (below, *sums), hidden, *learned))
 
     def _chunk(self, hidden: Tensor, targets: Targets, start: int) -> Tensor:
         logits = _logits(hidden, self.weight, self.bias)

@@ -331,7 +331,7 @@ class Rounds:
         batch, losses = ready.batch, ready.losses
         segments = self._segments(ops, batch, grad) if model is self._base else []
         targets = batch.targets
-        if grad and model is self._base:
+        if grad:
             targets = replace(targets, slope=losses.slope())
         given = model.replay.given(batch.chosen)
         # What prefixes share counts for each: how much of it attention to them keeps is not known.
@@ -362,10 +362,8 @@ class Rounds:
         shares = [Share(rank, self._world_size, row.length) for rank in range(self._world_size)]
         part = batch.part(shares[self._rank], exchange)
         counts = [batch.outputs(share) for share in shares]
-        targets = part.targets
-        if model is self._base:
-            first = sum(scored for scored, _ in counts[: self._rank])
-            targets = replace(targets, slope=shifted(losses.slope(), first))
+        first = sum(scored for scored, _ in counts[: self._rank])
+        targets = replace(part.targets, slope=shifted(losses.slope(), first))
         segments = self._segments(ops, part, True) if model is self._base else []
         with torch.enable_grad(), self._router.route(segments), model.replay.given(part.chosen):
             logprobs, values = model.score(part.tokens, targets, part.sequences)

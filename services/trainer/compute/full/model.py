@@ -16,6 +16,7 @@ import gc
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -35,7 +36,7 @@ from services.trainer.compute.full.memory import Sizes, load_pieces, model_piece
 from services.trainer.compute.full.shards import Part, SavedShards, ShardWriter, Writing
 from services.trainer.compute.full.snapshot import FullSnapshot
 from services.trainer.compute.full.stepping import stepped
-from services.trainer.compute.logprobs import Targets
+from services.trainer.compute.logprobs import Targets, multiplied
 from services.trainer.compute.lora.grouped import LoraRouter
 from services.trainer.compute.memory.buffers import FlatBuffers
 from services.trainer.compute.memory.failures import NoMemory, free_cache
@@ -103,6 +104,8 @@ class FullModel:
     def score(self, tokens: Tensor, targets: Targets, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """See `BaseModel.score`; log-probabilities are differentiable in the weights when gradients are
         enabled. There is no value head: every token has targets, and there are no values."""
+        # Of the loss as `backward` has it.
+        targets = replace(targets, slope=multiplied(targets.slope, dist.get_world_size()))
         logprobs, hidden = self._engine(tokens, targets, sequences)
         return logprobs, hidden.new_zeros(0, dtype=torch.float32)
 

@@ -10,6 +10,7 @@ import numpy as np
 from services.trainer.compute.data import ModelState, RowResult
 from services.trainer.compute.engine import Engine
 from tests.component.engine.data import is_row, with_input
+from tests.component.engine.engines import heads_in_chunks
 from tests.component.engine.full.world import ADAM_FULL, PROBE, STEPS, Player, saved, state_of
 
 STAGES = (2, 3)
@@ -17,6 +18,7 @@ STAGES = (2, 3)
 
 class Played(msgspec.Struct):
     steps: list[dict[str, float]] = []
+    heads: list[int] = []
     states: list[ModelState] = []
     probe: list[RowResult] = []
     refusal: str = ""
@@ -34,7 +36,9 @@ def scenario(engine: Engine) -> Report:
         engine.create_model("full", None)
         played = report.played[stage] = Played(states=[state_of(engine, "full")])
         for number, (loss_fn, rows) in enumerate(STEPS):
-            player.run("full", 10 * number, loss_fn, rows)
+            with heads_in_chunks(6) as computed:
+                player.run("full", 10 * number, loss_fn, rows)
+            played.heads.append(sum(computed))
             played.steps.append(engine.optim_step("full", ADAM_FULL))
         played.states.append(state_of(engine, "full"))
         played.weights = engine.state("full", optimizer=False)

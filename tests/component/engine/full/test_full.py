@@ -75,6 +75,16 @@ def test_training_equals_a_plain_pytorch_loop(report: Report, directory: Path) -
         reference.assert_same_adapter(state.adapter, tolerance=1e-6)
 
 
+def test_an_output_head_computes_each_position_once_for_values_and_gradient(
+    played: tuple[list[Report], Path],
+) -> None:
+    reports, _ = played
+    for number, (_, rows) in enumerate(STEPS):
+        # One without rows computes a position of nobody's.
+        idle = sum(report.heads[number] for report in reports) - sum(row.length for row in rows)
+        assert idle in (0, 1)
+
+
 def test_adapters_go_on_with_the_base_model(report: Report, directory: Path) -> None:
     base = ReferenceModel(directory).logprobs(PROBE[0]).numpy()
     (adapter,), (full,) = report.probes["lora"], report.probes["full"]
@@ -130,13 +140,13 @@ def test_what_computes_is_what_the_masters_are(played: tuple[list[Report], Path]
 def test_under_bfloat16_masters_follow_the_float32_loop_and_a_bad_gradient_is_dropped(tmp_path: Path) -> None:
     directory = make_model(tmp_path, tied=True)
     kind = bfloat16.Report
-    report = play("full.bfloat16", directory, tmp_path, kind, ranks=2, stage=0, dtype="bfloat16")[0]
+    reports = play("full.bfloat16", directory, tmp_path, kind, ranks=2, stage=0, dtype="bfloat16")
     reference = ReferenceModel(directory, train_all=True)
     before = {name: value.detach().numpy().copy() for name, value in reference.parameters.items()}
     norms = [reference.step(rows, loss_fn, ADAM_FULL) for loss_fn, rows in STEPS]
     after = {name: value.detach().numpy() for name, value in reference.parameters.items()}
-    assert report.played.keys() == set(bfloat16.STAGES)
-    for played in report.played.values():
+    assert reports[0].played.keys() == set(bfloat16.STAGES)
+    for stage, played in reports[0].played.items():
         fresh, trained, loaded = played.states
         assert [step["grad_norm"] for step in played.steps] == pytest.approx(norms, rel=0.03)
         assert all(step["update_norm"] > 0 for step in played.steps)
@@ -147,6 +157,9 @@ def test_under_bfloat16_masters_follow_the_float32_loop_and_a_bad_gradient_is_dr
         for row, result in zip(PROBE, played.probe, strict=True):
             expected = reference.logprobs(row).detach().numpy()
             np.testing.assert_allclose(values(result.outputs["logprobs"]), expected, rtol=0, atol=0.1)
+        for number, (_, rows) in enumerate(STEPS):
+            heads = sum(report.played[stage].heads[number] for report in reports)
+            assert heads - sum(row.length for row in rows) in (0, 1)
         assert played.refusal == "non_finite_gradient"
         assert loaded == trained
         assert played.weights is not None

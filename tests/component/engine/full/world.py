@@ -21,6 +21,7 @@ from services.trainer.compute.engine import Engine
 from services.trainer.compute.full.model import FullModel
 from tests.component.engine import process
 from tests.component.engine.data import ADAM, LORA, ce_row, is_row, op, with_input, work
+from tests.component.engine.engines import heads_in_chunks
 
 ADAM_FULL = msgspec.structs.replace(ADAM, learning_rate=0.05)
 STEPS: list[tuple[str, list[Row]]] = [
@@ -38,6 +39,8 @@ class Report(msgspec.Struct):
     probes: dict[str, list[RowResult]] = {}
     skipped: dict[str, float] = {}
     refusals: dict[str, str] = {}
+    heads: list[int] = []
+    """Positions that this rank's output head computed for each step, in chunks."""
 
 
 class Player:
@@ -128,11 +131,13 @@ def scenario(engine: Engine) -> Report:
     for number, (loss_fn, rows) in enumerate(STEPS):
         # The last step's gradient comes in two operations.
         parts = [rows] if number < 2 else [rows[:2], rows[2:]]
-        results = [
-            result
-            for part, some in enumerate(parts)
-            for result in player.run("full", 10 * number + part, loss_fn, some)
-        ]
+        with heads_in_chunks(6) as computed:
+            results = [
+                result
+                for part, some in enumerate(parts)
+                for result in player.run("full", 10 * number + part, loss_fn, some)
+            ]
+        report.heads.append(sum(computed))
         report.results.append(results)
         report.steps.append(engine.optim_step("full", ADAM_FULL))
         report.states[f"step{number}"] = state_of(engine, "full")

@@ -128,11 +128,12 @@ def _full(engine: Engine, report: Report) -> None:
     """A model that trains all weights."""
     engine.create_model("full", None)
     placed = op("full", 1)
-    report.results["full"] = [
-        result
-        for index in range(len(FULL))
-        for result in engine.run_pass(together(engine, placed, FULL, index))
-    ]
+    with heads_in_chunks(7):
+        report.results["full"] = [
+            result
+            for index in range(len(FULL))
+            for result in engine.run_pass(together(engine, placed, FULL, index))
+        ]
     report.steps["full"] = engine.optim_step("full", NO_CLIP)
     after = engine.run_pass(work((op("full", 3, forward_only=True), SHORT), cut=[[(0, 0)], [(0, 1)]]))
     report.results["full, stepped"] = after

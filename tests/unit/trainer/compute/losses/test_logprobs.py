@@ -183,3 +183,26 @@ def test_where_the_slope_is_known_every_chunk_is_computed_once_and_comes_to_the_
     for found, expected in zip(*came_to, strict=True):
         assert expected.any()
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("below", [True, False], ids=["layers below", "nothing below"])
+def test_so_comes_a_head_that_learns_to_its_own_gradient(dtype: torch.dtype, below: bool) -> None:
+    linear = nn.Linear(HIDDEN, VOCAB).to(dtype)
+    head = LogprobHead(linear, LoraRouter(), chunk_elements=4 * VOCAB)
+    ids, weights = torch.randint(VOCAB, (POSITIONS,)), torch.randn(POSITIONS)
+    hidden = torch.randn(POSITIONS, HIDDEN).to(dtype)
+
+    def slope(logprobs: torch.Tensor, where: slice) -> torch.Tensor:
+        return weights[where] * logprobs
+
+    came_to = []
+    for known in (None, slope):
+        given = hidden.clone().requires_grad_(below)
+        result = head(given, Targets(ids, ((POSITIONS, 1),), known))
+        learned = [*linear.parameters(), *([given] if below else [])]
+        came_to.append(torch.autograd.grad((weights * result.square() / 2).sum(), learned))
+    for expected, found in zip(*came_to, strict=True):
+        assert expected.any() and found.dtype == dtype
+        error = 1e-5 if dtype == torch.float32 else 0.03
+        torch.testing.assert_close(found, expected, rtol=error, atol=error * float(expected.abs().max()))
