@@ -3,5 +3,5 @@
 Invariant: what is replaced is the same function but for rounding, which was seen by trying; in this model
 alone. On every other device each number is as it was.
 
-Imported by trainer/compute/base_model.py.
+Imported by trainer/compute/base_model.py and recurrent/.
 """

@@ -6,7 +6,7 @@ attention of one model is given another one under that name; the module keeps it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, cast
@@ -29,7 +29,7 @@ def fuse_rotations(model: nn.Module) -> None:
         if forward not in made:
             rotate = forward.__globals__.get(NAME) if NAME in forward.__code__.co_names else None
             plain = rotate if rotate is not None and is_plain(rotate) else None
-            made[forward] = None if plain is None else _with(forward, partial(_rotated, plain))
+            made[forward] = None if plain is None else calling(forward, {NAME: partial(_rotated, plain)})
         own = made[forward]
         if own is not None:
             module.forward = MethodType(own, module)
@@ -62,11 +62,11 @@ def _written_out(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
 
 
-def _with(forward: FunctionType, rotate: Rotate) -> FunctionType:
-    """The same function, for which NAME is another one."""
+def calling(forward: FunctionType, others: Mapping[str, Callable[..., Any]]) -> FunctionType:
+    """The same function, for which these names of its module are others."""
     made = FunctionType(
         forward.__code__,
-        {**forward.__globals__, NAME: rotate},
+        {**forward.__globals__, **others},
         forward.__name__,
         forward.__defaults__,
         forward.__closure__,

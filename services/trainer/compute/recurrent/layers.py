@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from services.trainer.compute.kernels.rotations import calling
 from services.trainer.compute.recurrent.chunks import LONGEST
 from services.trainer.compute.recurrent.convolution import causal_convolution
 from services.trainer.compute.recurrent.delta_rule import gated_delta_rule
@@ -79,7 +80,7 @@ def begin_anew(model: nn.Module) -> None:
             continue
         if forward not in made:
             convolve, apply = (forward.__globals__[name] for name in (CONVOLUTION, RULE))
-            made[forward] = _with(forward, partial(_convolved, convolve), partial(_ruled, apply))
+            made[forward] = _keeping(forward, convolve, apply)
         module.forward = MethodType(made[forward], module)
 
 
@@ -111,17 +112,11 @@ def _forward(kind: type[nn.Module]) -> FunctionType | None:
     return forward if {CONVOLUTION, RULE} <= called else None
 
 
-def _with(forward: FunctionType, convolve: Callable[..., Tensor], apply: Callable[..., Any]) -> FunctionType:
-    """The same function, which calls others."""
-    made = FunctionType(
-        forward.__code__,
-        {**forward.__globals__, CONVOLUTION: convolve, RULE: apply},
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
-    made.__kwdefaults__ = forward.__kwdefaults__
-    return made
+def _keeping(
+    forward: FunctionType, convolve: Callable[..., Tensor], apply: Callable[..., Any]
+) -> FunctionType:
+    """A layer's forward that keeps to sequences, beside what the library computes by."""
+    return calling(forward, {CONVOLUTION: partial(_convolved, convolve), RULE: partial(_ruled, apply)})
 
 
 def _small(kind: type[nn.Module], config: Any) -> nn.Module:
@@ -146,8 +141,8 @@ def _same(layer: nn.Module, tried: Sequences) -> bool:
         return False
     # Kernels compute nothing on a CPU.
     convolve, apply = (unwrap(forward.__globals__[name]) for name in (CONVOLUTION, RULE))
-    alone = _with(forward, convolve, apply)
-    together = _with(forward, partial(_convolved, convolve), partial(_ruled, apply))
+    alone = calling(forward, {CONVOLUTION: convolve, RULE: apply})
+    together = _keeping(forward, convolve, apply)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(1, sum(tried.lengths), 8, generator=generator)
     expected = torch.cat([alone(layer, part) for part in x.split(tried.lengths, dim=1)], dim=1)
