@@ -39,7 +39,7 @@ POINTS: Mapping[str, str] = {
     "trainer.mid_step": "the gradient is summed over the ranks, the weights are not changed",
     "trainer.after_step": "this rank's weights are changed, the others do not know",
     "trainer.before_step_reply": "all ranks have stepped, nobody has been answered",
-    "trainer.before_return": "an adapter is to come back from the host; an error is a lack of memory",
+    "trainer.before_return": "an adapter is to come back from the host, its memory is not taken",
     "trainer.mid_restore": "a model's state is read, the ranks do not have it yet",
     "trainer.before_rename": "a directory is written and not yet in place",
     "trainer.after_rename": "a directory is in place",

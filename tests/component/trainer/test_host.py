@@ -150,7 +150,7 @@ def test_a_rank_without_memory_for_one_that_comes_back_has_another_leave(
     redis_url: str, model_dir: Path, tmp_path: Path, roomy: tuple[list[Result], int], faults: Path
 ) -> None:
     expected, size = roomy
-    armed.arm(faults, "trainer.before_return[trainer-1]", "error@2")
+    armed.arm(faults, "trainer.before_return[trainer-1]", "oom*2")
     world = World(redis_url, model_dir, tmp_path / "data", *for_two(size), "--adapter-host-gib", "0.5")
     try:
         found = played(world, 3, pause=0.7)

@@ -18,18 +18,15 @@ from prometheus_client import Counter
 
 from services.common.process import failpoints
 from services.common.telemetry.repeats import Repeats
-from services.trainer.compute.exchange import any_rank
-from services.trainer.compute.memory.failures import free_cache, is_of_device
 from services.trainer.compute.memory.host import Away
+from services.trainer.compute.memory.room import taken_everywhere
 
 if TYPE_CHECKING:
     from services.trainer.compute.tenant import LoraTenant
 
 log = logging.getLogger(__name__)
 
-REFUSED = Counter(
-    "tinsmith_adapter_moves_refused_total", "Adapters that the first rank had no memory to move"
-)
+REFUSED = Counter("tinsmith_adapter_moves_refused_total", "Adapters that some rank had no memory to move")
 
 _NO_MEMORY = Repeats(log, "no memory for an adapter that is to move")
 
@@ -37,7 +34,7 @@ _NO_MEMORY = Repeats(log, "no memory for an adapter that is to move")
 def leave(tenant: LoraTenant, device: str) -> bool:
     """Has an adapter whose operations are complete leave the device; whether it did."""
     taken: list[Away] = []
-    if not _everywhere(lambda: taken.append(Away(tenant.tensors())), device):
+    if not _everywhere(lambda: taken.append(Away(tenant.tensors())), taken.clear, device):
         return False
     (tenant.away,) = taken
     tenant.away.leave()
@@ -53,30 +50,17 @@ def come_back(tenant: LoraTenant, device: str) -> bool:
         failpoints.hit("trainer.before_return")
         away.take_room()
 
-    if not _everywhere(take, device):
-        away.give_room()
-        free_cache()
+    if not _everywhere(take, away.give_room, device):
         return False
     away.come_back()
     tenant.away = None
     return True
 
 
-def _everywhere(take: Callable[[], None], device: str) -> bool:
-    """Whether all ranks can take memory. No other rank is waited for in a collective meanwhile.
-
-    Raises:
-        RuntimeError: the device failed.
-    """
-    failed = False
-    try:
-        take()
-    except RuntimeError as error:
-        if is_of_device(error):
-            raise
-        # Neither the host's allocators nor a CPU's have an error of their own.
-        REFUSED.inc()
-        _NO_MEMORY.failed(device, error)
-        failed = True
-    (refused,) = any_rank([failed], device)
-    return not refused
+def _everywhere(take: Callable[[], None], give_back: Callable[[], None], device: str) -> bool:
+    """As `taken_everywhere`; that it is not is counted and said."""
+    if taken_everywhere(take, give_back, device):
+        return True
+    REFUSED.inc()
+    _NO_MEMORY.failed(device, "some rank has none where it is to go")
+    return False
