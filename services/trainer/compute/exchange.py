@@ -13,6 +13,7 @@ from functools import cache
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from services.trainer.compute.data import Failure, Pass, RowResult
 
@@ -104,6 +105,15 @@ def least(numbers: list[int], device: str) -> list[int]:
     return [int(number) for number in tensor.tolist()]
 
 
+def everyones(values: Tensor, ranks: int) -> Tensor:
+    """The values [n] of all ranks, [ranks, n], in rank order."""
+    if ranks == 1:
+        return values[None]
+    found = values.new_empty(ranks * values.numel())
+    dist.all_gather_single(found, values)
+    return found.view(ranks, -1)
+
+
 def exchange(
     work: Pass,
     results: list[RowResult],
@@ -182,9 +192,7 @@ def _everyones(mine: list[int], work: Pass, device: str) -> list[list[int]]:
     ranks = dist.get_world_size()
     if ranks == 1:
         return [mine]
-    own = torch.tensor(mine, dtype=torch.int64, device=device)
-    everyone = [torch.empty_like(own) for _ in range(ranks)]
     with patience(part_seconds(work, ranks, device)):
-        dist.all_gather(everyone, own)
-    found: list[list[int]] = torch.stack(everyone).tolist()
+        everyone = everyones(torch.tensor(mine, dtype=torch.int64, device=device), ranks)
+    found: list[list[int]] = everyone.tolist()
     return found

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from services.trainer.compute.data import AdamSpec
-from services.trainer.compute.lora.parts import ROW, everyones
+from services.trainer.compute.exchange import everyones
+from services.trainer.compute.lora.parts import ROW
 from services.trainer.compute.memory.buffers import FlatBuffers
 
 _LEAST_SQUARES = 2.0**-80

@@ -91,15 +91,6 @@ def wait(under_way: Iterable[Any]) -> None:
         work.wait()
 
 
-def everyones(values: Tensor, ranks: int) -> Tensor:
-    """The values [n] of all ranks, [ranks, n], in rank order."""
-    if ranks == 1:
-        return values[None]
-    found = values.new_empty(ranks * values.numel())
-    dist.all_gather_single(found, values)
-    return found.view(ranks, -1)
-
-
 def gathered(mine: Tensor, part: Part) -> Tensor | None:
     """The whole [size] of which each rank has a part [elements], on rank 0; nothing elsewhere. It is on the
     device of the parts, or on the host if that has no room for it: whoever computes waits for the host then,
