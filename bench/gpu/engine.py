@@ -158,14 +158,14 @@ class OurSide:
         seconds: dict[str, object] = {}
         try:
             for name, shares in (("apart", False), ("shared", True)):
-                self._engine.shares_prefixes = shares
+                self._engine._rounds.shares_prefixes = shares
                 found, failed = self._measured(work, limit_s)
                 if failed:
                     self._forget()
                     return {"failed": failed}
                 seconds[name] = min(found.seconds)
         finally:
-            self._engine.shares_prefixes = True
+            self._engine._rounds.shares_prefixes = True
         return seconds
 
     def _measured(self, work: Pass, limit_s: float) -> tuple[devices.Measured, str]:

@@ -67,7 +67,7 @@ def _load(model_dir: str) -> Callable[[Any], float]:
         nonlocal seq_id, models
         seq_id += 1
         learning_rate = job["learning_rate"]
-        engine.shares_prefixes = shares and job["shared"]
+        engine._rounds.shares_prefixes = shares and job["shared"]
         passes = []
         for number, batch in enumerate(job["batches"]):
             if number == models:

@@ -93,7 +93,7 @@ def shared(device: str, directory: Path) -> None:
     sequences = [np.concatenate([prompt, rng.integers(0, VOCAB, length)]) for length in (20, 33, 7)]
     found = []
     for shares in (True, False):
-        engine.shares_prefixes = shares
+        engine._rounds.shares_prefixes = shares
         before = trained_model(engine, "m")
         results = _run(engine, one_micro_batch(["m"], sequences))
         logprobs = np.concatenate([result.outputs["logprobs"].values() for result in results])

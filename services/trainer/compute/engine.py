@@ -160,10 +160,6 @@ class Engine:
         """Whether what datums of one operation begin with alike is computed once for all of them."""
         return self._rounds.shares_prefixes
 
-    @shares_prefixes.setter
-    def shares_prefixes(self, shares: bool) -> None:
-        self._rounds.shares_prefixes = shares
-
     def keep_blocks(self, memory: int) -> None:
         """As `Rounds.keep_blocks`."""
         self._rounds.keep_blocks(memory, self.footprint, self.vocab_size)

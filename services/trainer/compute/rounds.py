@@ -123,7 +123,7 @@ class Rounds:
         tenants: the models that are here, by id.
 
     Attributes:
-        shares_prefixes: as of `Engine`; it holds for what is made from now on.
+        shares_prefixes: as of `Engine`.
     """
 
     def __init__(

@@ -134,7 +134,7 @@ def computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def apart(engine: Engine, monkeypatch: pytest.MonkeyPatch, *work_of: Placed, cut: Any = None) -> Any:
     """The outcome without sharing."""
     with monkeypatch.context() as without:
-        without.setattr(engine, "shares_prefixes", False)
+        without.setattr(engine._rounds, "shares_prefixes", False)
         return outcome(engine, *work_of, cut=cut)
 
 
