@@ -145,6 +145,7 @@ class Capacity:
 
 def capacity(
     memory: int,
+    host: int,
     footprint: Footprint,
     context_length: int,
     vocab_size: int,
@@ -156,6 +157,7 @@ def capacity(
 
     Args:
         memory: bytes that a rank may take, of its device.
+        host: bytes that the data of one operation may take of the first rank's host.
         context_length: most tokens of a sequence, whatever the memory.
         vocab_size: of the output head.
         micro_batch_tokens: up to which several sequences are computed at once.
@@ -178,7 +180,7 @@ def capacity(
     together = alone
     if ranks > 1:
         together = max(alone, min(context_length, footprint.together(for_tokens, ranks)))
-    of_all = max(memory // 4 // _HOST_BYTES, together)
+    of_all = max(host // _HOST_BYTES, together)
     return Capacity(alone, together, forward, of_all, int(room * ADAPTERS))
 
 

@@ -30,7 +30,7 @@ from services.trainer.compute.memory.capacity import (
     warn_of_halves,
 )
 from services.trainer.compute.memory.failures import OUT_OF_MEMORY
-from services.trainer.compute.memory.machine import own_memory
+from services.trainer.compute.memory.machine import operation_memory, own_memory
 from services.trainer.compute.memory.use import largest_pass_bytes
 from services.trainer.order.prefixes import BLOCK
 
@@ -85,7 +85,10 @@ def find_capacity(
     if memory:
         given = memory if engine.device == "cpu" else min(memory, given)
     together = engine.world_size if engine.splits else 1
-    mine = capacity(given, found, engine.context_length, engine.vocab_size, micro_batch_tokens, together)
+    host = operation_memory(given, engine.device)
+    mine = capacity(
+        given, host, found, engine.context_length, engine.vocab_size, micro_batch_tokens, together
+    )
     if not memory and engine.device == "cpu":
         adapter = engine.sizes.adapter(engine.sizes.largest_adapter(MAX_RANK))
         mine = at_least(mine, min(engine.context_length, micro_batch_tokens), adapter)

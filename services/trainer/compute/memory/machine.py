@@ -28,6 +28,9 @@ OF_LOADS = 1 / 32
 """The same of states that are loaded from checkpoints, and as much again of those that models come back
 from."""
 
+OF_AN_OPERATION = 1 / 8
+"""The same of the data of one operation on the first rank, beside ranks that compute on devices."""
+
 OF_RESULTS = 1 / 64
 """The same of results that the first rank keeps for those who ask again."""
 
@@ -63,6 +66,12 @@ def host_memory(given: int | None, device: str) -> int:
             f"{machine_memory() / GIB:.1f} GiB for {ranks_here()} ranks; give less"
         )
     return given
+
+
+def operation_memory(memory: int, device: str) -> int:
+    """Bytes that the data of one operation may take of this rank's host: its part of the machine, or, where
+    that is the device, a quarter of `memory`, which is what the rank may take of it."""
+    return memory // 4 if device == "cpu" else of_machine(OF_AN_OPERATION)
 
 
 def keep_to_share(share: float) -> None:

@@ -154,7 +154,7 @@ def test_an_architecture_that_no_kernel_computes_has_scores() -> None:
 def test_a_longer_sequence_than_the_memory_holds_is_not_promised() -> None:
     for square in (0.0, 40.0):
         taken = Footprint(weights=2 * GIB, token=1e5, square=square)
-        found = capacity(16 * GIB, taken, 10**9, *NO_HEAD)
+        found = capacity(16 * GIB, GIB, taken, 10**9, *NO_HEAD)
         longest = found.one_rank_tokens
         assert found.sequence_tokens == longest and found.split_beyond == 0
         room = 16 * GIB - 2 * GIB - GIB // 2 - found.adapter_bytes
@@ -166,18 +166,18 @@ def test_a_longer_sequence_than_the_memory_holds_is_not_promised() -> None:
 def test_a_longer_sequence_than_runs_forward_in_the_memory_is_not_promised(square: float) -> None:
     forward = Footprint(weights=2 * GIB, token=1e4, square=square)
     taken = Footprint(weights=2 * GIB, token=1e5, square=2 * square, forward=forward)
-    found = capacity(16 * GIB, taken, 10**9, *NO_HEAD)
+    found = capacity(16 * GIB, GIB, taken, 10**9, *NO_HEAD)
     room = 16 * GIB - 2 * GIB - GIB // 2 - found.adapter_bytes
     longest = found.forward_tokens
     assert longest > found.sequence_tokens
     assert forward.of_one(longest) <= room + 1 and forward.of_one(longest + 2) > room
-    assert capacity(16 * GIB, taken, 1000, *NO_HEAD).forward_tokens == 1000
+    assert capacity(16 * GIB, GIB, taken, 1000, *NO_HEAD).forward_tokens == 1000
 
 
 def test_what_can_be_trained_can_run_forward_whatever_the_arithmetic_says() -> None:
     # A token of a training pass was measured, one of a forward pass was not.
     taken = Footprint(weights=2 * GIB, token=1e4, forward=Footprint(2 * GIB, token=2e4))
-    found = capacity(16 * GIB, taken, 10**9, *NO_HEAD)
+    found = capacity(16 * GIB, GIB, taken, 10**9, *NO_HEAD)
     assert found.forward_tokens == found.one_rank_tokens
 
 
@@ -200,7 +200,7 @@ def test_running_forward_takes_one_blocks_part_of_what_training_takes(
 
 def test_ranks_together_hold_more_but_for_what_they_exchange_and_what_each_has_of_all() -> None:
     taken = Footprint(weights=2 * GIB, token=1e5, exchange=2e4)
-    one, *several = (capacity(16 * GIB, taken, 10**9, *NO_HEAD, ranks) for ranks in (1, 2, 4, 8))
+    one, *several = (capacity(16 * GIB, GIB, taken, 10**9, *NO_HEAD, ranks) for ranks in (1, 2, 4, 8))
     assert one.split_beyond == 0 and one.sequence_tokens == one.one_rank_tokens
     for ranks, found in zip((2, 4, 8), several, strict=True):
         assert found.split_beyond == found.one_rank_tokens == one.one_rank_tokens
@@ -211,7 +211,7 @@ def test_ranks_together_hold_more_but_for_what_they_exchange_and_what_each_has_o
 
 
 def test_ranks_share_no_sequence_where_one_holds_the_whole_context() -> None:
-    found = capacity(64 * GIB, Footprint(GIB, 1e3, exchange=10.0), 128, *NO_HEAD, ranks=4)
+    found = capacity(64 * GIB, GIB, Footprint(GIB, 1e3, exchange=10.0), 128, *NO_HEAD, ranks=4)
     assert (found.one_rank_tokens, found.sequence_tokens, found.split_beyond) == (128, 128, 0)
 
 
@@ -283,11 +283,11 @@ def test_masks_take_nothing_of_a_sequence_within_its_window(window: int, longest
 
 
 def test_memory_makes_no_context_longer() -> None:
-    assert capacity(64 * GIB, Footprint(GIB, 1e3), 128, *NO_HEAD).sequence_tokens == 128
+    assert capacity(64 * GIB, GIB, Footprint(GIB, 1e3), 128, *NO_HEAD).sequence_tokens == 128
 
 
 def test_a_model_that_hardly_fits_still_has_some_room() -> None:
-    found = capacity(4 * GIB, Footprint(8 * GIB, 1e5), 4096, *NO_HEAD)
+    found = capacity(4 * GIB, GIB, Footprint(8 * GIB, 1e5), 4096, *NO_HEAD)
     assert found.sequence_tokens > 1 and found.adapter_bytes > 0
 
 
@@ -316,8 +316,19 @@ def test_a_trainer_whose_memory_holds_no_full_micro_batch_says_so(
     assert ("of up to 1024 tokens, and memory holds about 700" in caplog.text) is said
 
 
+def test_an_operation_is_as_large_as_the_host_has_room_for_whatever_the_device_has() -> None:
+    taken = Footprint(2 * GIB, 1e5)
+    small, large = (capacity(memory * GIB, GIB, taken, 10**9, *NO_HEAD) for memory in (16, 139))
+    assert small.operation_tokens == large.operation_tokens == GIB // 256
+    # But never less than one sequence that it promises.
+    assert capacity(139 * GIB, 256, taken, 10**9, *NO_HEAD).operation_tokens == large.sequence_tokens
+
+
 def test_more_memory_never_holds_less() -> None:
-    found = [capacity(gib * GIB, Footprint(4 * GIB, 1e5), 10**9, 2**14, 2**12) for gib in range(1, 80)]
+    found = [
+        capacity(gib * GIB, gib * GIB // 4, Footprint(4 * GIB, 1e5), 10**9, 2**14, 2**12)
+        for gib in range(1, 80)
+    ]
     for less, more in pairwise(found):
         assert less.sequence_tokens <= more.sequence_tokens
         assert less.operation_tokens <= more.operation_tokens

@@ -142,3 +142,11 @@ def test_on_a_cpu_adapters_get_no_room_on_the_host_unless_it_is_asked_for(
     assert machine.host_memory(32 * 2**30, "cpu") == 32 * 2**30
     with pytest.raises(InvalidRequest, match=r"--adapter-host-gib 33 .* 64.0 GiB for 2 ranks; give less"):
         machine.host_memory(33 * 2**30, "cuda:0")
+
+
+def test_the_data_of_an_operation_has_its_part_of_the_host_which_on_a_cpu_is_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "machine_memory", lambda: 16 * 2**30)
+    assert machine.operation_memory(139 * 2**30, "cuda:0") == 2 * 2**30
+    assert machine.operation_memory(6 * 2**30, "cpu") == 6 * 2**30 // 4

@@ -52,7 +52,7 @@ def test_what_was_promised_at_the_start_is_not_refused_while_its_memory_is_free(
     for token in (1e3, 1e5, 1e6):
         taken = Footprint(weights=GIB, token=token, exchange=token / 5)
         for micro_batch in (1, 1024, 8192, 10**6):
-            found = capacity(memory, taken, context, vocab_size, micro_batch, ranks)
+            found = capacity(memory, GIB, taken, context, vocab_size, micro_batch, ranks)
             beside = memory - taken.weights - GIB // 2 - found.adapter_bytes
             need = needed(taken, found.sequence_tokens, vocab_size, ranks)
             assert need <= beside

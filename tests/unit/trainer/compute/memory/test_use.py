@@ -55,7 +55,7 @@ def test_no_pass_that_is_let_in_takes_more_than_the_largest() -> None:
 @pytest.mark.parametrize("square", [0.0, 40.0])
 def test_the_longest_sequence_that_is_announced_takes_what_there_is_for_it(square: float) -> None:
     taken = Footprint(weights=2 * GIB, token=1e5, square=square)
-    found = capacity(16 * GIB, taken, 10**9, 0, 1)
+    found = capacity(16 * GIB, GIB, taken, 10**9, 0, 1)
     room = 16 * GIB - taken.weights - GIB // 2 - found.adapter_bytes
     assert taken.of_one(found.one_rank_tokens) <= room < taken.of_one(found.one_rank_tokens + 2)
 
