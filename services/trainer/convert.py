@@ -31,6 +31,8 @@ class Target:
         unit_tokens: most tokens of one unit of work; an operation may have been journaled with fewer.
         shares_prefixes: the trainer computes shared prefixes once, see `compute.engine.Engine`.
         splits: its ranks compute sequences together that none of them holds alone.
+        one_rank_tokens: of the longest sequence that one of them holds in training, where that is not every
+            one; 0 = it is. An operation may have been journaled with fewer.
         routing: how the base model routes tokens, if it computes with experts that it is given.
     """
 
@@ -38,6 +40,7 @@ class Target:
     unit_tokens: int
     shares_prefixes: bool
     splits: bool = False
+    one_rank_tokens: int = 0
     routing: Routing | None = None
 
 
@@ -202,10 +205,17 @@ def _forward(operation: operation_pb2.Operation, target: Target) -> Forward:
         shared=target.shares_prefixes,
         ranks=max(1, operation.ranks),
         # What only runs forward keeps nothing for a backward pass, so one rank holds more of it.
-        one_rank=operation.one_rank_tokens if target.splits and not request.forward_only else 0,
+        one_rank=_one_rank(operation, target) if target.splits and not request.forward_only else 0,
     )
     config = dict(request.loss_config)
     return Forward(tuple(data), request.loss_fn, config, request.forward_only, tuple(units))
+
+
+def _one_rank(operation: operation_pb2.Operation, target: Target) -> int:
+    """Tokens of the longest sequence that one rank is given: as many as were journaled, as far as this
+    trainer's hold them; 0 = there is no longest."""
+    limits = (operation.one_rank_tokens, target.one_rank_tokens)
+    return min((tokens for tokens in limits if tokens), default=0)
 
 
 def _routed(datum: training_pb2.Datum, target: Target, name: str) -> RoutedExperts | None:

@@ -144,6 +144,7 @@ class Trainer:
                 self.micro_batch_tokens,
                 engine.shares_prefixes,
                 engine.splits,
+                capacity.split_beyond,
                 engine.routing,
             ),
             Limits(engine.world_size, self.micro_batch_tokens),

@@ -3,7 +3,7 @@
 Invariant: the split is a function of the operation's own tokens, of the token budget, the ranks and the
 length of a sequence for one rank that the operation was journaled with, and of whether the device shares
 prefixes. So a replay of the operation on the same device computes bit for bit the same gradient, unless the
-trainer had, or has, a smaller budget than the journal.
+trainer had, or has, a smaller budget, or ranks that hold shorter sequences, than the journal.
 """
 
 from __future__ import annotations

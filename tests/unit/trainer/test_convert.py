@@ -45,8 +45,11 @@ def test_outputs_say_what_shape_each_datum_has(
     assert np.frombuffer(batched.data, "<f4").tolist() == list(range(sum(sizes) // 4))
 
 
-def units_of(splits: bool, forward_only: bool = False) -> list[tuple[int, bool]]:
-    """Tokens of the units of an operation that was journaled for ranks of 10 tokens, and which are split."""
+def units_of(
+    splits: bool, forward_only: bool = False, journaled: int = 10, of_the_trainer: int = 0
+) -> list[tuple[int, bool]]:
+    """Tokens of the units of an operation that was journaled for ranks of so many tokens, and which are
+    split."""
     data = [
         training_pb2.Datum(
             tokens=types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_INT32, shape=[length], data=bytes(4 * length))
@@ -58,15 +61,28 @@ def units_of(splits: bool, forward_only: bool = False) -> list[tuple[int, bool]]
             data=data, loss_fn="cross_entropy", forward_only=forward_only
         ),
         ranks=2,
-        one_rank_tokens=10,
+        one_rank_tokens=journaled,
     )
-    work = convert.from_pb(operation, Target("base", 8, shares_prefixes=False, splits=splits))
+    target = Target("base", 8, shares_prefixes=False, splits=splits, one_rank_tokens=of_the_trainer)
+    work = convert.from_pb(operation, target)
     assert isinstance(work, Forward)
     return sorted((unit.tokens, unit.split) for unit in work.units)
 
 
 def test_what_one_rank_of_the_journal_does_not_hold_all_ranks_compute() -> None:
     assert units_of(splits=True) == [(10, False), (11, True)]
+
+
+@pytest.mark.parametrize(
+    ("journaled", "of_the_trainer", "split"),
+    [(11, 10, [False, True]), (11, 9, [True, True]), (10, 11, [False, True]), (0, 10, [False, True])],
+    ids=["that holds one less", "that holds neither", "that holds more cuts it alike", "not said"],
+)
+def test_all_ranks_compute_what_one_rank_of_a_trainer_with_less_memory_does_not_hold(
+    journaled: int, of_the_trainer: int, split: list[bool]
+) -> None:
+    found = units_of(splits=True, journaled=journaled, of_the_trainer=of_the_trainer)
+    assert found == list(zip((10, 11), split, strict=True))
 
 
 def test_a_trainer_that_cannot_split_computes_it_on_one_rank() -> None:
