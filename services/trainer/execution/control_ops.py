@@ -196,7 +196,7 @@ class ControlOps:
         nbytes = self._copies.bytes_of(model.lora, False)
         try:
             async with self._room(self._copies.to_samplers, nbytes, self._publisher.answers):
-                with self._publisher.packing() as pack:
+                with self._publisher.packing(nbytes) as pack:
                     async with self._world.snapshot(model.model_id, optimizer=False) as (_, snapshot):
                         roles.check_samples(snapshot.role)
                         model.publishing = True

@@ -25,6 +25,7 @@ from services.common.telemetry import tracing
 from services.common.telemetry.metrics import LONG_S
 from services.trainer.compute.data import LoraSpec
 from services.trainer.files.base import Base
+from services.trainer.files.copy_room import let_in
 from services.trainer.files.export_format import read_adapter, weight_files
 from services.trainer.files.volume import Volume
 from services.trainer.publish.broadcast import Broadcaster
@@ -35,6 +36,10 @@ BYTES = Counter("tinsmith_published_bytes_total", "Bytes of snapshots, stored an
 
 Pack = Callable[[LoraSpec | None, Mapping[str, Tensor]], Cargo | None]
 """Of an adapter, or without one all weights of a model."""
+
+PACKED_BYTES = 2**30
+"""Of snapshots that are packed and were not sent yet, but for one that is larger. They are counted in
+float32, so that adapters in bfloat16 take half as much of the device, which computes beside."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,8 @@ class Publisher:
         self._volume = Volume(data)
         self._base = base
         self._broadcaster = broadcaster
-        self._packed = False
-        """Something is packed and was not sent yet."""
+        self._packed = 0
+        """Bytes of what is packed and was not sent yet."""
 
     async def answers(self) -> None:
         """Returns when the store is the one that it was at the start.
@@ -71,18 +76,22 @@ class Publisher:
         await self._volume.answers()
 
     @contextmanager
-    def packing(self) -> Iterator[Pack]:
+    def packing(self, nbytes: int) -> Iterator[Pack]:
         """What makes, of a snapshot's tensors, what `publish` sends within the context: where they are, so
-        that they go out of a device's memory where the medium can do that. One at a time has the room for it;
-        what others send is packed on the host when it is their turn."""
-        if self._packed:
+        that they go out of a device's memory where the medium can do that. So many at a time as have room for
+        it, and one at least; what others send is packed on the host when it is their turn.
+
+        Args:
+            nbytes: of the snapshot, as its copy on the host is counted.
+        """
+        if not let_in([nbytes], self._packed, PACKED_BYTES):
             yield lambda lora, tensors: None
             return
-        self._packed = True
+        self._packed += nbytes
         try:
             yield self._broadcaster.pack
         finally:
-            self._packed = False
+            self._packed -= nbytes
 
     async def publish(
         self,

@@ -25,6 +25,7 @@ from services.trainer.convert import Target
 from services.trainer.execution.resident_models import Model, OperationResult, new_sequence
 from services.trainer.files.base import Base
 from services.trainer.order.scheduler import Limits
+from services.trainer.publish import publisher
 from services.trainer.publish.broadcast import Broadcaster
 from services.trainer.publish.cargo import Cargo
 from services.trainer.publish.publisher import Publisher
@@ -194,9 +195,11 @@ async def test_a_full_model_trains_while_its_publish_is_packed_and_the_publish_h
     assert after.step == 2 and after.adapter != before.adapter
 
 
-async def test_one_publish_packs_ahead_and_those_that_come_meanwhile_go_from_the_host(
+async def test_a_publish_packs_ahead_and_those_that_find_no_room_beside_it_go_from_the_host(
     trainer: Trainer, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A copy counts as one byte.
+    monkeypatch.setattr(publisher, "PACKED_BYTES", 1)
     held = Held(monkeypatch)
     names = [f"s:train:{number}" for number in range(4)]
     async with trainer.running():

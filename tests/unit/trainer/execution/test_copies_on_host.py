@@ -70,7 +70,7 @@ class Samplers:
         pass
 
     @contextmanager
-    def packing(self) -> Iterator[Callable[..., None]]:
+    def packing(self, nbytes: int) -> Iterator[Callable[..., None]]:
         yield lambda *_: None
 
     async def publish(self, *snapshot: object) -> Published:

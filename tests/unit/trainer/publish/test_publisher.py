@@ -24,7 +24,7 @@ from services.trainer.files.base import Base
 from services.trainer.files.export_format import read_adapter
 from services.trainer.publish.broadcast import Broadcaster
 from services.trainer.publish.cargo import Cargo, whole_model
-from services.trainer.publish.publisher import Published, Publisher
+from services.trainer.publish.publisher import PACKED_BYTES, Pack, Published, Publisher
 
 MODEL = "session:train:0"
 
@@ -37,6 +37,9 @@ class Wire:
         self.from_device = False
         self.may_send = asyncio.Event()
         self.may_send.set()
+
+    def pack(self, lora: LoraSpec | None, tensors: Mapping[str, torch.Tensor]) -> Cargo:
+        return whole_model(tensors)
 
     async def sends_from_device(self) -> bool:
         return self.from_device
@@ -180,3 +183,23 @@ async def test_a_full_model_stays_on_the_device_only_while_it_is_sent_from_there
     await published
     sent = b"".join(bucket.numpy().tobytes() for bucket in cargo.buckets())
     assert sent == b"".join(bytes(arrays[spec.name].data) for spec in cargo.specs)
+
+
+def test_snapshots_are_packed_where_they_are_as_far_as_there_is_room_for_those_not_sent_yet(
+    publisher: Publisher,
+) -> None:
+    def is_packed(pack: Pack) -> bool:
+        return pack(None, {"weight": torch.zeros(1)}) is not None
+
+    half = PACKED_BYTES // 2
+    with publisher.packing(half) as first:
+        with publisher.packing(half) as second, publisher.packing(1) as third:
+            assert [is_packed(pack) for pack in (first, second, third)] == [True, True, False]
+        with publisher.packing(half) as again:
+            assert is_packed(again), "the second one was sent"
+    with publisher.packing(2 * PACKED_BYTES) as large, publisher.packing(1) as small:
+        assert is_packed(large), "one has room, however large it is"
+        assert not is_packed(small)
+    with publisher.packing(1) as small, publisher.packing(2 * PACKED_BYTES) as large:
+        assert is_packed(small)
+        assert not is_packed(large)
