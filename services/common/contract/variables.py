@@ -39,7 +39,7 @@ OF_FLAGS = tuple(_OF_FLAGS.split())
 
 OTHERS = (
     # Of processes, and of commands beside `up`.
-    *("LOG_LEVEL", "FAILPOINTS", "ADDRESS", "PARENT", "REFUSALS"),
+    *("LOG_LEVEL", "FAILPOINTS", "ADDRESS", "PARENT", "REFUSALS", "WEIGHTS_INTERFACE"),
     # Of examples and of tests, which start clusters from their own environment.
     *("GRPC", "STATE", "WRITE_COMPATIBILITY", "WRITE_MATRIX", "WRITE_MODELS"),
 )

@@ -10,6 +10,18 @@ from dataclasses import dataclass
 LOOPBACK = "lo"
 LOOPBACK_ADDRESS = "127.0.0.1"
 
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Variable of the environment: the network interface that gloo is on, several with commas between; empty:
+that of the machine's name."""
+WEIGHTS_INTERFACE = "TINSMITH_WEIGHTS_INTERFACE"
+"""The same of what goes to samplers, in a process whose ranks are on another one."""
+
+
+def on_loopback(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables of ranks that are all on one machine, whose networks they have no business on. What goes to
+    samplers, which may be elsewhere, stays where it was."""
+    return {INTERFACE: LOOPBACK, WEIGHTS_INTERFACE: environment.get(INTERFACE, "")}
+
 
 @dataclass(frozen=True)
 class Nodes:

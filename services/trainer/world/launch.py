@@ -17,7 +17,7 @@ from typing import NoReturn
 import psutil
 
 from services.common.process.process import die_with_parent, end_with_parent
-from services.common.worlds.nodes import LOOPBACK_ADDRESS, Nodes
+from services.common.worlds.nodes import LOOPBACK_ADDRESS, Nodes, on_loopback
 
 _LAUNCH = "services.trainer.world.launch"
 _NODE = "services.trainer.world.node"
@@ -96,7 +96,7 @@ def main() -> NoReturn:
     end_with_parent()
     if found.ranks > 1:
         _become("-m", _NODE, "--ranks", str(found.ranks), "--", *found.args)
-    os.environ |= _ALONE
+    os.environ |= {**_ALONE, **on_loopback(os.environ)}
     os.environ.pop("LOCAL_SIZE", None)
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     # An agent would be a quarter of a gigabyte and some seconds, and one rank has nobody to end with.

@@ -30,7 +30,15 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from services.common.contract.errors import TinsmithError
 from services.common.process.process import REFUSED, end_with_parent
 from services.common.telemetry import logs
-from services.common.worlds.nodes import LOOPBACK, LOOPBACK_ADDRESS, Nodes, endpoint, mistakes
+from services.common.worlds.nodes import (
+    INTERFACE,
+    LOOPBACK,
+    LOOPBACK_ADDRESS,
+    Nodes,
+    endpoint,
+    mistakes,
+    on_loopback,
+)
 from services.trainer.world import refusals
 from services.trainer.world.launch import addresses, rank_arguments
 from services.trainer.world.rendezvous import Rendezvous
@@ -119,7 +127,10 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     if nodes.count > 1:
         # Ranks have no business on other networks.
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = nodes.interface
+        os.environ[INTERFACE] = os.environ["NCCL_SOCKET_IFNAME"] = nodes.interface
+    else:
+        # NCCL reads its variable once in a process, and it brings weights to samplers, too.
+        os.environ |= on_loopback(os.environ)
     try:
         while (status := _run(nodes, ranks, args)) == _FAILED and nodes.rank != 0:
             log.warning("the world ended; this node waits for the head's next start")

@@ -18,12 +18,14 @@ import pytest
 from services.common.process.process import REFUSED
 from services.common.worlds.nodes import Nodes
 from services.launcher.machine import free_port
-from services.trainer.world.launch import node_command
+from services.trainer.world.launch import addresses, node_command
+from tests.component.trainer.receiver import Receiver
 from tests.component.trainer.world import (
     TrainedModel,
     TrainerWorld,
     batch,
 )
+from tinsmith.internal.v1 import operation_pb2
 
 pytestmark = pytest.mark.heavy
 
@@ -114,7 +116,9 @@ def test_two_nodes_train_as_one_machine_does_and_come_back_when_a_follower_dies(
         head = HeadWorld(nodes, redis_url, model_dir, tmp_path / "nodes", 2, stage, *FLAGS)
         assert head.record.world_size == 2
         assert_equal(played(TrainedModel(head)), expected)
-        assert_on_loopback([*head.processes(), *follower.processes()])
+        processes = [*head.processes(), *follower.processes()]
+        assert len(processes) == 4
+        assert_on_loopback(processes)
 
         model = TrainedModel(head)
         model.create()
@@ -178,8 +182,7 @@ def test_two_machines_with_a_network_of_their_own_train_and_publish_as_one_does(
 
 
 def assert_on_loopback(processes: list[psutil.Process]) -> None:
-    """Two agents and two ranks listen on loopback, and speak with nobody else."""
-    assert len(processes) == 4
+    """Agents and ranks listen on loopback, and speak with nobody else."""
     found = [
         (process.pid, connection)
         for process in processes
@@ -194,6 +197,38 @@ def assert_on_loopback(processes: list[psutil.Process]) -> None:
         if address and not address.ip.removeprefix("::ffff:").startswith("127.") and address.ip != "::1"
     ]
     assert strangers == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_of_one_machine_keep_to_loopback_and_weights_go_where_the_environment_says(
+    redis_url: str, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    interface, address = of_a_network()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    world = TrainerWorld(redis_url, model_dir, tmp_path, ranks, 0, *FLAGS)
+    try:
+        model = TrainedModel(world)
+        played(model)
+        assert_on_loopback(world.processes())
+        with Receiver(redis_url, "sampler-0") as receiver:
+            saved = model.run(save_for_sampler=operation_pb2.SaveForSampler(sampling_session_id="s:sample:0"))
+            assert saved.save_for_sampler.receivers == 1
+            assert [name for name, _ in receiver.snapshots] == [model.model_id]
+            assert address in listening(psutil.Process(world.rank_pid(0)))
+    finally:
+        world.kill()
+
+
+def of_a_network() -> tuple[str, str]:
+    """An interface of this machine and its address; loopback where it has no other."""
+    up = {name for name, found in psutil.net_if_stats().items() if found.isup}
+    found = [(name, one) for name, each in addresses().items() if name in up for one in each if "." in one]
+    return max(found, key=lambda each: each[1] != LOOPBACK)
+
+
+def listening(process: psutil.Process) -> set[str]:
+    """Addresses on which it does."""
+    return {each.laddr.ip for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN}
 
 
 def ended(nodes: Nodes, *args: str, **environment: str) -> tuple[int, str]:
