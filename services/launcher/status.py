@@ -264,6 +264,7 @@ def _details(entry: dict[str, Any]) -> Sequence[str]:
             f"{status['max_sequence_tokens']} tokens ({status['max_forward_tokens']} that only run forward), "
             f"{status['max_operation_tokens']} tokens an operation"
         )
+        lines += _passes(entry, status)
         on_host, locked = (_mib(status, name) for name in ("adapter_host_room_bytes", "page_locked_bytes"))
         kept = _mib(status, "page_locked_kept_bytes")
         if on_host:
@@ -298,6 +299,19 @@ def _engine(entry: dict[str, Any]) -> list[str]:
     told += [text for name, text in _LACKS.items() if not entry.get(name)]
     told += ["tells routed experts"] if entry.get("routing") else []
     return ["  " + ", ".join(told)] if told else []
+
+
+def _passes(entry: dict[str, Any], status: dict[str, Any]) -> list[str]:
+    """What a trainer computes with, and how much at a time."""
+    tokens, asked = entry.get("micro_batch_tokens", 0), int(status["asked_micro_batch_tokens"])
+    lines = [
+        f"  weights take {_mib(status, 'weight_bytes'):.0f} MiB of each rank, the last pass "
+        f"{_mib(status, 'pass_bytes'):.0f}; micro-batches of up to {tokens} tokens"
+        f"{f' (started for {asked}, but memory was lacking)' if tokens < asked else ''}"
+    ]
+    if beyond := entry.get("one_rank_tokens"):
+        lines.append(f"  all ranks together compute sequences in training of more than {beyond} tokens")
+    return lines
 
 
 def _mib(status: dict[str, Any], name: str) -> float:

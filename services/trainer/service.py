@@ -27,13 +27,16 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         models: dict[str, Model],
         engine: Engine,
         zero_stage: int,
+        micro_batch_tokens: int,
         capacity: Capacity,
     ) -> None:
+        """micro_batch_tokens: that the trainer was started for."""
         self._executor = executor
         self._residency = residency
         self._models = models
         self._engine = engine
         self._zero_stage = zero_stage
+        self._micro_batch_tokens = micro_batch_tokens
         self._capacity = capacity
 
     async def Execute(
@@ -91,6 +94,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             if model.created
         ]
         locked = self._engine.page_locked.use()
+        adapters = self._residency.adapters.used()
+        memory = self._engine.memory(adapters)
         return trainer_pb2.GetTrainerStatusResponse(
             models=models,
             world_size=self._engine.world_size,
@@ -98,13 +103,16 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             max_sequence_tokens=self._capacity.sequence_tokens,
             max_forward_tokens=self._capacity.forward_tokens,
             max_operation_tokens=self._capacity.operation_tokens,
-            adapter_bytes=self._residency.adapters.used(),
+            adapter_bytes=adapters,
             adapter_room_bytes=self._capacity.adapter_bytes,
             adapter_host_bytes=self._residency.adapters.host.used(),
             adapter_host_room_bytes=self._capacity.adapter_host_bytes,
             page_locked_bytes=locked.used,
             page_locked_kept_bytes=locked.kept,
             shares_prefixes=self._engine.shares_prefixes,
+            weight_bytes=int(memory["weights"]),
+            pass_bytes=int(memory["pass"]),
+            asked_micro_batch_tokens=self._micro_batch_tokens,
         )
 
 

@@ -151,5 +151,11 @@ class Trainer:
             self.crashes,
         )
         self.servicer = TrainerServicer(
-            self.executor, self.residency, models, engine, config.zero_stage, capacity
+            self.executor,
+            self.residency,
+            models,
+            engine,
+            config.zero_stage,
+            config.micro_batch_tokens,
+            capacity,
         )

@@ -95,6 +95,8 @@ def roomy(
         held = world.held
         assert (held.adapter_host_bytes, held.adapter_host_room_bytes) == (0, 0)
         assert len(held.models) == MODELS and held.adapter_bytes == MODELS * held.models[0].adapter_bytes
+        assert held.weight_bytes > 0 and held.pass_bytes > 0
+        assert held.asked_micro_batch_tokens == world.record.micro_batch_tokens
         return found, held.models[0].adapter_bytes
     finally:
         world.kill()

@@ -202,6 +202,9 @@ def test_status_says_what_trains_and_which_weights_a_sampler_has() -> None:
         "adapter_host_room_bytes": str(2**31),
         "page_locked_bytes": str(6 * 2**20),
         "page_locked_kept_bytes": str(7 * 2**20),
+        "weight_bytes": str(8 * 2**20),
+        "pass_bytes": str(9 * 2**20),
+        "asked_micro_batch_tokens": "1024",
         "models": [
             {
                 "model_id": name,
@@ -220,14 +223,19 @@ def test_status_says_what_trains_and_which_weights_a_sampler_has() -> None:
     }
     snapshot = {"model_id": "s:train:1", "version": 3}
     sampler = {"running": 1, "waiting": 4, "group_epoch": 2, "resident": [], "weights": snapshot}
-    services = [
+    services: list[dict[str, Any]] = [
         {"id": name, "state": "ready", "address": "h:1", "status": status}
         for name, status in (("trainer-0", trainer), ("sampler-0", sampler))
     ]
+    # Of the trainer's record.
+    services[0] |= {"micro_batch_tokens": 1024, "one_rank_tokens": 3000}
     shown = status.show({"processes": [], "services": services})
     assert "s:train:0  rank 8 " in shown
     assert "adapters take 3 of 1024 MiB of each rank; sequences of up to 4096 tokens (8192 that only" in shown
     assert "that only run forward), 100000 tokens an operation" in shown
+    weights = "  weights take 8 MiB of each rank, the last pass 9; micro-batches of up to 1024 tokens"
+    assert weights in shown.splitlines()
+    assert "  all ranks together compute sequences in training of more than 3000 tokens" in shown.splitlines()
     assert "adapters that are idle take 5 of 2048 MiB of each rank's host" in shown
     assert "6 MiB of the host are page-locked, and 7 kept for later" in shown
     assert [line.endswith("0 queued, on the host") for line in shown.splitlines() if ":train:" in line] == [
@@ -243,3 +251,9 @@ def test_status_says_what_trains_and_which_weights_a_sampler_has() -> None:
     assert unshared in shown
     services[0]["status"] = {**trainer, "shares_prefixes": True}
     assert unshared not in status.show({"processes": [], "services": services})
+
+    services[0] |= {"micro_batch_tokens": 256, "one_rank_tokens": 0}
+    shown = status.show({"processes": [], "services": services})
+    lacking = f"{weights.replace('1024', '256')} (started for 1024, but memory was lacking)"
+    assert lacking in shown.splitlines()
+    assert "all ranks together" not in shown
