@@ -240,8 +240,9 @@ class LogprobHead(nn.Module):
             outputs.append(output.detach())
             # The adapters have their gradients of the chunk now.
             below[chunk], *more = torch.autograd.grad(output, [given, *learned], slope(outputs[-1], where))
-            for each, own in zip(sums, more, strict=True):
-                each += own
+            # As large as the weights: popped, they are gone before the next chunk has its own.
+            for each in reversed(sums):
+                each += more.pop()
             first = where.stop
         if not hidden.requires_grad:
             # Nothing below the head is adapted. The loss has to have a backward pass nevertheless.
