@@ -10,8 +10,8 @@ from services.trainer.order.microbatch import deal, deals_on, split_operation
 from services.trainer.order.scheduler import Cursor, Limits, NextPass, QueuedOp, plan_next
 
 
-def loads(tenants: Sequence[Sequence[int]], ranks: int, micro_batch: int) -> list[int]:
-    """Tokens that each rank computes of one operation of each tenant, from operations to what is dealt.
+def passes(tenants: Sequence[Sequence[int]], ranks: int, micro_batch: int) -> list[list[int]]:
+    """Tokens that each rank computes of one operation of each tenant, pass by pass.
 
     Args:
         tenants: of each the lengths of its datums.
@@ -22,7 +22,7 @@ def loads(tenants: Sequence[Sequence[int]], ranks: int, micro_batch: int) -> lis
         data = [np.full(length, index, "<i4").tobytes() for index, length in enumerate(lengths)]
         units = split_operation(data, micro_batch, shared=True, ranks=ranks)
         queues[str(number)] = [QueuedOp(1, tuple(units))]
-    computed = [0] * ranks
+    computed: list[list[int]] = []
     dealt: dict[str, list[int]] = {}
     """What ranks were dealt of the models that go on where their last pass ended."""
     cursor = Cursor()
@@ -41,5 +41,14 @@ def loads(tenants: Sequence[Sequence[int]], ranks: int, micro_batch: int) -> lis
                 sizes[-1] += op.units[ref.unit].tokens
         alone = deals_on({ref.model_id for batch in decision.micro_batches for ref in batch}, trains=True)
         own = [0] * ranks if alone is None else dealt.setdefault(alone, [0] * ranks)
-        for rank, batches in enumerate(deal(sizes, own)):
-            computed[rank] += sum(sizes[batch] for batch in batches)
+        computed.append([sum(sizes[batch] for batch in batches) for batches in deal(sizes, own)])
+
+
+def loads(computed: Sequence[Sequence[int]]) -> list[int]:
+    """Tokens of each rank in all of these passes."""
+    return [sum(of_rank) for of_rank in zip(*computed, strict=True)]
+
+
+def busy(computed: Sequence[Sequence[int]]) -> float:
+    """Share of the time of these passes in which ranks compute: each takes as long as its busiest rank."""
+    return float(np.mean(loads(computed))) / sum(map(max, computed))

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 
-from services.trainer.order.microbatch import Unit
+from services.trainer.order.microbatch import Unit, deal
 
 _AHEAD = 8
 """Units of one model that a pass has at most for each rank; of several training operations one."""
@@ -49,7 +49,8 @@ class Limits:
 
     Attributes:
         micro_batches: that are computed at once, one by each rank. A pass has more, which follow on the same
-            ranks, while all together are no more tokens than full ones would be.
+            ranks, while all together are no more tokens than full ones would be; while more work is left, so
+            many as keep all ranks busy.
         micro_batch_tokens: tokens up to which units of different models share a batch. A unit that is larger
             by itself has a batch of its own.
     """
@@ -260,7 +261,36 @@ def _plan_pass(queues: Mapping[str, Iterable[QueuedOp]], order: Sequence[str], l
                 last[model] = place
                 units.popleft()
                 progress = True
+    if any(pending.values()):
+        batches = batches[: _busiest(batches, limits.micro_batches)]
     return NextPass(tuple(tuple(batch.units) for batch in batches))
+
+
+def _busiest(batches: Sequence[_MicroBatch], ranks: int) -> int:
+    """How many of these keep the ranks busiest, which wait for each other at the end of a pass: at least one
+    for each rank, and of equally good numbers the largest."""
+    loads, total = [0] * ranks, 0
+    best, most = len(batches), 0.0
+    for count, batch in enumerate(batches, start=1):
+        deal([batch.tokens], loads)
+        total += batch.tokens
+        if count >= ranks and total / max(loads) >= most and _are_next(batches[:count], batches[count:]):
+            best, most = count, total / max(loads)
+    return best
+
+
+def _are_next(chosen: Iterable[_MicroBatch], left: Iterable[_MicroBatch]) -> bool:
+    """Whether no model has a unit in `chosen` that comes after one in `left`: a later one may have found
+    room in an earlier batch."""
+    first: dict[str, tuple[int, int]] = {}
+    for ref in (ref for batch in left for ref in batch.units):
+        place = (ref.seq_id, ref.unit)
+        first[ref.model_id] = min(place, first.get(ref.model_id, place))
+    return all(
+        ref.model_id not in first or (ref.seq_id, ref.unit) < first[ref.model_id]
+        for batch in chosen
+        for ref in batch.units
+    )
 
 
 def _place(batches: list[_MicroBatch], model: str, unit: Unit, limits: Limits, last: int) -> int | None:

@@ -50,8 +50,17 @@ def test_a_model_that_only_runs_forward_has_many_operations_in_a_pass() -> None:
 def test_a_pass_has_as_many_small_batches_as_make_up_full_ones() -> None:
     queues = {"a": [forward(1, *[(1, 16)] * 19)]}
     assert [len(refs(made)) for made in drive(queues, ONE_BATCH, 20)] == [4, 4, 4, 4, 3]
+
+
+def test_ranks_have_equally_many_batches_of_a_pass_while_more_follow() -> None:
     queues = {"a": [forward(1, *[(1, 40)] * 7)]}
-    assert [len(refs(made)) for made in drive(queues, TWO_BATCHES, 20)] == [3, 3, 1]
+    assert [len(refs(made)) for made in drive(queues, TWO_BATCHES, 20)] == [2, 2, 3]
+
+
+def test_a_unit_that_found_room_in_an_earlier_batch_stays_behind_those_before_it() -> None:
+    queues = {"a": [forward(1, (1, 60), (1, 24), (1, 20))], "b": [forward(1, (1, 44), (1, 44))]}
+    decision, _ = plan_next(queues, TWO_BATCHES, Cursor())
+    assert refs(decision) == [[("b", 1, 0), ("a", 1, 2)], [("a", 1, 0)], [("a", 1, 1)]]
 
 
 def test_small_models_are_spread_over_the_ranks() -> None:
