@@ -47,8 +47,8 @@ def text_model(model_path: str, *, sharded: bool = False) -> TextModel:
         sharded: it is loaded under ZeRO-3.
 
     Raises:
-        InvalidRequest: there is none that transformers knows, or its files are quantised in a way that is not
-            read.
+        InvalidRequest: there is none that transformers knows, it does not say how many tokens it takes, or
+            its files are quantised in a way that is not read.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
@@ -68,6 +68,11 @@ def text_model(model_path: str, *, sharded: bool = False) -> TextModel:
         raise InvalidRequest(
             f"{model_path}: transformers has no causal language model of the kind {config.model_type}; use "
             "another model"
+        )
+    if not getattr(config, "max_position_embeddings", None):
+        raise InvalidRequest(
+            f"{model_path}: its config.json does not say how many tokens the model takes "
+            "(max_position_embeddings); use another model"
         )
     read_whole(config, whole, model_path, sharded=sharded)
     return TextModel(kind, config, None if config is whole else _OF_BOTH)

@@ -48,8 +48,17 @@ def test_it_is_a_model_of_text_alone(model_type: str, name: str, tmp_path: Path)
             "num_hidden_layers",
         ),
         ({"model_type": "qwen3", "quantization_config": {"quant_method": "gptq"}}, "quantised .gptq."),
+        ({"model_type": "bloom"}, "how many tokens the model takes"),
     ],
-    ids=["of pictures", "an unknown type", "no type", "code of its own", "a contradiction", "quantised"],
+    ids=[
+        "pictures",
+        "an unknown type",
+        "no type",
+        "code of its own",
+        "a contradiction",
+        "quantised",
+        "no end",
+    ],
 )
 def test_what_cannot_be_trained_is_refused_with_what_to_do(
     says: dict[str, Any], words: str, tmp_path: Path
