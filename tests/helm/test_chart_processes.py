@@ -144,12 +144,12 @@ def test_the_trainer_understands_its_command_line_and_advertises_the_address_of_
     ]
 
 
-def test_a_trainer_takes_examples_as_long_as_its_samplers_contexts_unless_it_is_told_otherwise() -> None:
+def test_a_trainer_takes_examples_as_long_as_it_is_told() -> None:
     from services.trainer import config
 
     for values, tokens in (
         ({}, 0),
-        ({"sampler": {"maxContext": 4096}}, 4096),
+        ({"sampler": {"maxContext": 4096}}, 0),
         ({"sampler": {"maxContext": 4096}, "trainer": {"maxContext": 2048}}, 2048),
         ({"sampler": {"replicas": 0}, "trainer": {"maxContext": 2048}}, 2048),
     ):

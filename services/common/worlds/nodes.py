@@ -20,7 +20,8 @@ WEIGHTS_INTERFACE = "TINSMITH_WEIGHTS_INTERFACE"
 def on_loopback(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables of ranks that are all on one machine, whose networks they have no business on. What goes to
     samplers, which may be elsewhere, stays where it was."""
-    return {INTERFACE: LOOPBACK, WEIGHTS_INTERFACE: environment.get(INTERFACE, "")}
+    weights = environment.get(WEIGHTS_INTERFACE, environment.get(INTERFACE, ""))
+    return {INTERFACE: LOOPBACK, WEIGHTS_INTERFACE: weights}
 
 
 @dataclass(frozen=True)

@@ -377,7 +377,8 @@ class Engine:
                     HostTensor("int32", (row.length,), row.tokens),
                     row.loss_inputs,
                     vocab_size=self.vocab_size,
-                    context_length=self.context_length,
+                    # What gateways let in while `max_context` was more is repeated as it was.
+                    context_length=self._base.context_length,
                     where=f"data[{row.index}]",
                 )
             except TinsmithError as error:

@@ -110,11 +110,16 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
 
 
 class _Float32Logits(torch.autograd.Function):
-    """hidden weight^T + bias in float32, of operands that have less precision. Gradients have theirs."""
+    """hidden weight^T + bias in float32, also of operands that have less precision. Gradients have theirs.
+
+    A weight has its gradient before its bias, as from `_Differentiated`: ZeRO-2 adds up what ranks have in
+    the order in which they have it, and each of them may compute its head either way."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(hidden, weight)
+        if hidden.dtype == torch.float32:
+            return F.linear(hidden, weight, bias)
         if hidden.is_cuda:
             logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
         else:
@@ -139,8 +144,6 @@ class _Float32Logits(torch.autograd.Function):
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """float32 [positions, vocabulary]."""
-    if hidden.dtype == torch.float32:
-        return F.linear(hidden, weight, bias)
     return cast(Tensor, _Float32Logits.apply(hidden, weight, bias))
 
 

@@ -37,9 +37,9 @@ BYTES = Counter("tinsmith_published_bytes_total", "Bytes of snapshots, stored an
 Pack = Callable[[LoraSpec | None, Mapping[str, Tensor]], Cargo | None]
 """Of an adapter, or without one all weights of a model."""
 
-PACKED_BYTES = 2**30
+PACKED_BYTES = 2**28
 """Of snapshots that are packed and were not sent yet, but for one that is larger. They are counted in
-float32, so that adapters in bfloat16 take half as much of the device, which computes beside."""
+float32, so that adapters in bfloat16 take half as much of the device, where nothing is kept free for them."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from services.common.contract.errors import Internal
 from services.common.process.process import free_machine_memory
+from services.common.telemetry.repeats import Repeats
 from services.trainer.compute.data import Failure, Pass
 from services.trainer.compute.exchange import any_rank, least, meet
 from services.trainer.compute.memory.capacity import GIB, Footprint, needed
@@ -29,6 +30,8 @@ from services.trainer.compute.memory.failures import (
 from services.trainer.compute.memory.machine import gpu_memory, ranks_here
 
 log = logging.getLogger(__name__)
+
+_NONE = Repeats(log, "this rank found no memory")
 
 
 def free_memory(device: str) -> int:
@@ -115,6 +118,7 @@ def taken_everywhere(take: Callable[[], None], give_back: Callable[[], None], de
     (refused,) = any_rank([not has_it], device)
     if refused and has_it:
         give_back()
+        free_cache()
     return not refused
 
 
@@ -124,6 +128,7 @@ def _takes(take: Callable[[], None], give_back: Callable[[], None]) -> bool:
     except Exception as error:
         if is_of_device(error) or not is_out_of_memory(error):
             raise
+        _NONE.failed("memory", error)
     else:
         return True
     # Only here has the error let go of what it came up beside.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.common.worlds.nodes import Nodes, endpoint, mistakes
+from services.common.worlds.nodes import Nodes, endpoint, mistakes, on_loopback
 
 HERE = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.7", "fe80::1%eth0"], "down0": []}
 
@@ -77,3 +77,19 @@ def test_what_can_be_is_taken(nodes: Nodes) -> None:
 def test_what_cannot_be_is_said(nodes: Nodes, sentence: str) -> None:
     (found,) = mistakes(nodes, HERE)
     assert found.startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("says", "interface"),
+    [
+        ({}, ""),
+        ({"GLOO_SOCKET_IFNAME": "eth0"}, "eth0"),
+        ({"GLOO_SOCKET_IFNAME": "eth0", "TINSMITH_WEIGHTS_INTERFACE": "eth1"}, "eth1"),
+    ],
+)
+def test_ranks_of_one_machine_are_on_loopback_and_weights_where_they_were(
+    says: dict[str, str], interface: str
+) -> None:
+    once = on_loopback(says)
+    assert once == {"GLOO_SOCKET_IFNAME": "lo", "TINSMITH_WEIGHTS_INTERFACE": interface}
+    assert on_loopback(once) == once

@@ -48,16 +48,20 @@ def test_one_that_finds_none_lets_go_of_what_it_keeps_and_tries_again(
     assert (memory.taken, memory.given_back) == (True, 1)
 
 
-def test_one_that_finds_none_twice_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = Memory(refuses=2)
+def test_one_that_finds_none_twice_has_none_and_says_what_was_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = Memory(2, MemoryError("no page-locked memory"))
     assert not taken(memory, monkeypatch)
     assert (memory.taken, memory.given_back) == (False, 2)
+    assert "no page-locked memory" in caplog.text
 
 
-def test_what_another_rank_lacks_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = Memory()
+def test_what_another_rank_lacks_is_given_back_to_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, freed = Memory(), list[bool]()
+    monkeypatch.setattr(room, "free_cache", lambda: freed.append(memory.taken))
     assert not taken(memory, monkeypatch, others_lack=True)
-    assert (memory.taken, memory.given_back) == (False, 1)
+    assert (memory.taken, memory.given_back, freed) == (False, 1, [False])
 
 
 def test_another_error_is_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
