@@ -87,6 +87,7 @@ def gpu_headline(results: dict[str, Any]) -> str:
 _TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "headlines": ("cpu-2-cores", headlines),
     "cpu": ("cpu-2-cores", cpu_rows),
+    "cpu-intel": ("cpu-2-cores-intel", cpu_rows),
     "gpu headline": ("gpu-nvidia-h200", gpu_headline),
     "gpu": ("gpu-nvidia-h200", gpu_rows),
 }
