@@ -97,7 +97,7 @@ class Engine:
             offload_optimizer: full models hold optimizer state, and step, on the CPU.
             activation_checkpointing: blocks compute their activations again in the backward pass; the same
                 numbers in less memory and more time.
-            max_context: most tokens of a datum; 0 = as many as the base model takes.
+            max_context: most tokens of a datum, for gateways to let in; 0 = as many as the base model takes.
 
         Raises:
             InvalidRequest: the base model takes fewer tokens than `max_context`, or is none that is trained.
