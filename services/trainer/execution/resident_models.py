@@ -93,7 +93,8 @@ class Model:
         broken: why it could not be created; every later operation fails with this.
         held: a control operation of the model is executing, or it comes back from the host.
         rests: its next operation is put off for a while.
-        publishing: a snapshot or an export is on its way; another one waits for it.
+        publishing: a snapshot or an export is on its way; another one waits for it, and so does an unload:
+            what has no result yet when its model goes never gets one.
         durable_seq: operation in the newest durable snapshot; -1 = none.
         unsaved_steps: optimizer steps since the last snapshot was asked for.
         unsaved_bytes: size of the operations that ended since then.
@@ -145,7 +146,7 @@ class Model:
             self.held
             or self.rests
             or self.is_wanted
-            or (self.publishing and ready and isinstance(ready[0].work, Publish | Export))
+            or (self.publishing and ready and isinstance(ready[0].work, Publish | Export | Unload))
         ):
             return ()
         return ready

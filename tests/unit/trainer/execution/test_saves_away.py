@@ -118,6 +118,30 @@ async def test_an_export_waits_for_its_storage_before_it_lets_others_pass_and_fa
         assert not (await (await trainer.ask(step(MINE, 4)))).HasField("error")
 
 
+async def test_a_model_is_unloaded_when_what_it_exports_is_written(
+    tmp_path: Path, model_state: ModelState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write = threading.Event()
+
+    def write(path: Path) -> None:
+        assert may_write.wait(60)
+        path.write_text("one")
+
+    monkeypatch.setattr(control_ops, "weight_files", lambda *_: {"x": write})
+    unload = operation_pb2.Operation(model_id=MINE, seq_id=3, unload_model={})
+    async with running(tmp_path, model_state) as trainer:
+        trainer.storage.away = False
+        await stepped(trainer)
+        exporting, unloading = await trainer.ask(export(MINE, 2)), await trainer.ask(unload)
+        while ("snapshot", (MINE,)) not in trainer.engine.commands:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert not (await (await trainer.ask(step("b", 1)))).HasField("error")
+        assert not unloading.done()
+        may_write.set()
+        assert (await exporting).HasField("save_external")
+        assert (await unloading).HasField("unload_model")
+
+
 async def test_a_storage_that_hangs_is_away_and_takes_no_thread_from_other_work(
     tmp_path: Path, model_state: ModelState, monkeypatch: pytest.MonkeyPatch
 ) -> None:

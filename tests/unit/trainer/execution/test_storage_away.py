@@ -78,6 +78,9 @@ class Loading(Recorded):
     def create_model(self, model_id: str, *_: object, **__: object) -> None:
         self.commands.append(("create", (model_id,)))
 
+    def drop_model(self, model_id: str) -> None:
+        self.commands.append(("drop", (model_id,)))
+
     def gathers(self, model_id: str, *, optimizer: bool) -> bool:
         return False
 
