@@ -218,7 +218,7 @@ class Executor:
             if model.sequence.ready and (queue := list(model.runnable()))
         }
         unshared = {model_id for model_id, model in self._models.items() if model.is_full}
-        suspect = only_suspect(queues, lambda *key: self._crashes.is_suspect(key))
+        suspect = only_suspect(queues)
         if suspect is not None:
             # What runs now ends first.
             if self._control_running:
@@ -256,13 +256,15 @@ class Executor:
     def _operation(
         self, operation: operation_pb2.Operation, work: convert.Work | Rejected, size: int
     ) -> Operation:
-        given_up = self._crashes.verdict((operation.model_id, operation.seq_id))
+        key = operation.model_id, operation.seq_id
+        given_up = self._crashes.verdict(key)
         if given_up is not None:
             work = Rejected(given_up)
         return Operation(
             seq_id=operation.seq_id,
             units=work.units if isinstance(work, Forward) else None,
             forward_only=isinstance(work, Forward) and work.forward_only,
+            suspect=self._crashes.is_suspect(key),
             model_id=operation.model_id,
             work=work,
             size=size,

@@ -16,7 +16,7 @@ would end first if all models with work were served at the same time, each at th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 
@@ -35,12 +35,14 @@ class QueuedOp:
         units: work of a forward or forward_backward; None = a control operation, which runs by itself.
         next_unit: units before this one were handed out.
         forward_only: the work has no backward pass.
+        suspect: it may bring the trainer down, see common/process/crashes.py, and runs with no other.
     """
 
     seq_id: int
     units: tuple[Unit, ...] | None
     next_unit: int = 0
     forward_only: bool = False
+    suspect: bool = False
 
 
 @dataclass(frozen=True)
@@ -179,16 +181,10 @@ def plan_next(
     return chosen, cursor.after(passes, costs)
 
 
-def only_suspect(
-    queues: Mapping[str, Sequence[QueuedOp]], is_suspect: Callable[[str, int], bool]
-) -> dict[str, Sequence[QueuedOp]] | None:
-    """The queues cut down to the one operation that must run alone next; None when there is none.
-
-    Args:
-        is_suspect: whether (model, seq_id) may bring the trainer down, see common/process/crashes.py.
-    """
+def only_suspect(queues: Mapping[str, Sequence[QueuedOp]]) -> dict[str, Sequence[QueuedOp]] | None:
+    """The queues cut down to the one operation that must run alone next; None when there is none."""
     for model, queue in queues.items():
-        if queue and is_suspect(model, queue[0].seq_id):
+        if queue and queue[0].suspect:
             return {model: queue[:1]}
     return None
 
@@ -317,14 +313,14 @@ def _units_ahead(
     model: str, queue: Iterable[QueuedOp], ranks: int, forward_only: bool
 ) -> Iterable[tuple[UnitRef, Unit]]:
     """A model's next units in order, with or without a backward pass as asked for, up to its next control
-    operation, a unit of the other kind or one that all ranks compute together.
+    operation, a suspect, a unit of the other kind or one that all ranks compute together.
 
     Each training operation has a gradient of its own until the pass is over, on every rank that computes a
     unit of it. So a rank has many units of one operation, but of several about one each.
     """
     count, first = 0, None
-    for op in queue:
-        if op.units is None:
+    for place, op in enumerate(queue):
+        if op.units is None or (place and op.suspect):
             return
         for index in range(op.next_unit, len(op.units)):
             first = op.seq_id if first is None else first

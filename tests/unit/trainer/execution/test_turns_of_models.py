@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.trainer.compute.memory.failures import NoMemory
-from tests.unit.trainer.execution.executing import Recorded, Trainer, batch, resident, step
+from tests.unit.trainer.execution.executing import Recorded, Trainer, batch, ledger, resident, step
 from tinsmith.internal.v1 import operation_pb2
 
 
@@ -35,6 +35,17 @@ async def test_models_whose_steps_were_taken_have_their_next_batch_in_one_pass(t
         ("steps", ("a", "b", "c")),
         ("pass", ("a", "b", "c")),
     ]
+
+
+async def test_what_the_trainer_died_of_has_a_pass_for_itself_also_behind_others_of_its_model(
+    tmp_path: Path,
+) -> None:
+    ledger(tmp_path / "executing").begin([("a", 2)])
+    operations = [batch("a", 1), batch("a", 2), batch("a", 3), batch("b", 1)]
+    for operation in operations:
+        operation.forward_backward.forward_only = True
+    passes = [models for _, models in await told(tmp_path, operations)]
+    assert passes == [("a", "b"), ("a",), ("a",)]
 
 
 async def test_models_that_train_in_small_steps_and_began_apart_come_to_share_their_passes(
