@@ -2,7 +2,7 @@
 
 Invariants: an operation gets exactly one result; an operation that fails changes nothing and stops nobody;
 a failure that leaves the world's state in doubt ends `run`, and with it the process; an operation that was
-under way when the trainer died runs with no other beside it.
+under way when the trainer died runs with no other beside it, as far as others can wait for that.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ log = logging.getLogger(__name__)
 MAX_QUEUED_BYTES = 2 * 1024**3
 _STILL_S = 0.05
 """For so long at most operations begin without the event loop having a turn."""
+ALONE_S = 30.0
+"""For so long at most nothing else runs while an operation runs alone, or waits to: what saves or loads may
+wait for a storage for hours. What kills a trainer mostly does so at once."""
 READ_ASIDE_BYTES = 64 * 1024
 """Larger operations take longer to read than the event loop may stand still."""
 
@@ -84,7 +87,8 @@ class Executor:
         self._target = target
         self._limits = limits
         self._crashes = crashes
-        self._control_running = 0
+        self._waited_for: set[tuple[str, int]] = set()
+        """Control operations that run, and end before one runs alone."""
         self._cursor = Cursor()
         self._anticipation = Anticipation(limits)
         self._wake = asyncio.Event()
@@ -191,10 +195,10 @@ class Executor:
                         model = self._models[model_id]
                         model.held = True
                         begun = time.monotonic() if begun is None else begun
-                        self._control_running += 1
+                        self._waited_for.add((model_id, seq_id))
                         task = control_ops.create_task(self._control_op(model), name=f"{model_id}:{seq_id}")
                         if alone:
-                            await asyncio.wait([task])
+                            await asyncio.wait([task], timeout=ALONE_S)
                         elif time.monotonic() - begun > _STILL_S:
                             # A thousand models may have one to begin.
                             begun = None
@@ -221,7 +225,7 @@ class Executor:
         suspect = only_suspect(queues)
         if suspect is not None:
             # What runs now ends first.
-            if self._control_running:
+            if self._waited_for:
                 return None, self._cursor, True
             return plan_next(suspect, self._limits, Cursor(), unshared)[0], self._cursor, True
         return *plan_next(queues, self._limits, self._cursor, unshared), False
@@ -293,6 +297,7 @@ class Executor:
                 self._wake.set()
 
         self._crashes.begin(keys)
+        timer = asyncio.get_running_loop().call_later(ALONE_S, self._takes_long, operation)
         if not operation.tries:
             measures.began(operation)
         if isinstance(operation.work, Step) and len(model.sequence.unfinished) == 1:
@@ -320,7 +325,8 @@ class Executor:
             self._failed.failed(model.model_id, caught)
             result = OperationResult(error=error_to_pb(reason))
         finally:
-            self._control_running -= 1
+            timer.cancel()
+            self._waited_for.difference_update(keys)
             self._wake.set()
         self._crashes.end(keys)
         release()
@@ -330,6 +336,12 @@ class Executor:
             model.habit.stepped(time.monotonic())
         if result.HasField("unload_model"):
             self.evict(model, ModelNotResident(f"model {model.model_id} was unloaded"))
+
+    def _takes_long(self, operation: Operation) -> None:
+        """Nobody waits any more for a control operation that runs, nor when it is tried again."""
+        operation.suspect = False
+        self._waited_for.discard((operation.model_id, operation.seq_id))
+        self._wake.set()
 
     def _finish(self, model: Model, operation: Operation, result: OperationResult) -> None:
         if operation.seq_id in model.sequence.unfinished:

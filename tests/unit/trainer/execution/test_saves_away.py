@@ -128,7 +128,7 @@ async def test_a_model_is_unloaded_when_what_it_exports_is_written(
         path.write_text("one")
 
     monkeypatch.setattr(control_ops, "weight_files", lambda *_: {"x": write})
-    unload = operation_pb2.Operation(model_id=MINE, seq_id=3, unload_model={})
+    unload = operation_pb2.Operation(model_id=MINE, seq_id=3, unload_model=operation_pb2.UnloadModel())
     async with running(tmp_path, model_state) as trainer:
         trainer.storage.away = False
         await stepped(trainer)
