@@ -182,6 +182,10 @@ class Residency:
             DataLoss: the snapshot is damaged.
             Internal: the trainer died of it several times.
         """
+        model = self._models.get(model_id)
+        if model is not None and not model.is_outdated(moved):
+            # Before what is being written of it is waited for: that becomes durable for who leads it by now.
+            model.sequence.fence(epoch)
         known, task = self._restoring.get(model_id, (moved, None))
         while task is not None and known < moved:
             # What it comes to may be from before the model moved.
@@ -235,12 +239,7 @@ class Residency:
         seq_id, lora = snapshot.seq_id, snapshot.saved.meta.lora
         create = CreateModel(model_id, seq_id, lora, snapshot.saved.state, optimizer=True)
         model = Model(
-            model_id,
-            new_sequence(seq_id),
-            created=True,
-            lora=lora,
-            adapter_bytes=size,
-            durable_seq=seq_id,
+            model_id, new_sequence(seq_id), created=True, lora=lora, adapter_bytes=size, durable_seq=seq_id
         )
         model.sequence.restore_results(snapshot.results)
         # At once, whether the caller waits for it or not: it is of after the model's last move.

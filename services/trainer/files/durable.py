@@ -310,6 +310,8 @@ class DurableStore:
         if self._strayed(model_id):
             log.warning("durable snapshot of %s at %d is not what its journal comes to", model_id, seq_id)
             return
+        # Writing may take minutes, and a gateway that takes the lease meanwhile goes on with the same copy.
+        epoch = max(epoch, self._epoch_of(model_id))
         if not await self._pointers.mark_durable(model_id, epoch, seq_id, f"{self._volume.id}/{location}"):
             log.warning(
                 "durable snapshot of %s at %d was not marked: another gateway leads it", model_id, seq_id

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -252,6 +253,47 @@ async def test_a_copy_from_before_the_models_last_move_is_dropped_and_read_anew(
     assert await trainer.restore(MODEL, epoch=9, moved=8) == SEQ_ID
     assert trainer.models[MODEL] is not copy
     assert trainer.engine.done == ["CreateModel", "DropModel", "CreateModel"]
+
+
+async def writing(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """A snapshot of the model is being written, and is written when this is set."""
+    begun, may_end, write = threading.Event(), threading.Event(), durable._write_files
+
+    def slowly(target: Path, snapshot: DurableSnapshot, volume: Volume) -> None:
+        begun.set()
+        assert may_end.wait(60)
+        write(target, snapshot, volume)
+
+    monkeypatch.setattr(durable, "_write_files", slowly)
+    trainer.residency.durable.changed(MODEL)
+    await until(begun.is_set)
+    return may_end
+
+
+async def test_a_snapshot_becomes_durable_that_is_written_while_a_gateway_takes_the_lease_anew(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.stored(MODEL)
+    await trainer.restore(MODEL, epoch=4)
+    may_write = await writing(trainer, monkeypatch)
+    restoring = asyncio.create_task(trainer.restore(MODEL, epoch=6))
+    await asyncio.sleep(0.05)
+    may_write.set()
+    assert await restoring == SEQ_ID
+    assert trainer.pointers.marked == [SEQ_ID]
+
+
+async def test_what_a_copy_from_before_a_move_still_writes_does_not_become_durable(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.stored(MODEL)
+    await trainer.restore(MODEL, epoch=4)
+    may_write = await writing(trainer, monkeypatch)
+    restoring = asyncio.create_task(trainer.restore(MODEL, epoch=6, moved=6))
+    await asyncio.sleep(0.05)
+    may_write.set()
+    assert await restoring == SEQ_ID
+    assert trainer.pointers.marked == []
 
 
 async def test_a_copy_that_has_strayed_from_the_journal_is_dropped_and_read_anew(trainer: Trainer) -> None:
