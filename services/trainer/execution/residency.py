@@ -48,7 +48,7 @@ RELOADED = Counter("tinsmith_models_reloaded_total", "Models that were brought b
 Evict = Callable[[Model, TinsmithError], None]
 _LOOK_AGAIN_S = 0.05
 _PATIENCE_S = 1.0
-"""With which a snapshot that was taken waits for results."""
+"""With which a snapshot that was taken waits for results, and a model that is here for its snapshot."""
 AT_ONCE = 4
 """Models whose states are read at once: after a start all of them are asked for together."""
 _RESTORE = -1
@@ -184,7 +184,7 @@ class Residency:
         """
         model = self._models.get(model_id)
         if model is not None and not model.is_outdated(moved):
-            # Before what is being written of it is waited for: that becomes durable for who leads it by now.
+            # What is still written of it becomes durable for who leads it by now.
             model.sequence.fence(epoch)
         known, task = self._restoring.get(model_id, (moved, None))
         while task is not None and known < moved:
@@ -203,19 +203,21 @@ class Residency:
         return seq_id
 
     async def _restore(self, model_id: str, epoch: int, moved: int, evict: Evict) -> int:
-        # A snapshot still being written would move the pointer under the replay. One that cannot be written
-        # is only of a model that is here, and trains on.
-        if not await self.durable.settle(model_id) and not self.durable.failed(model_id):
-            raise unwritten(model_id)
+        # From a newer one less is sent again; one that is here trains on where a disk or an export keeps it.
+        until = time.monotonic() + _PATIENCE_S
+        await self.durable.settle(model_id, lambda: time.monotonic() < until)
         model = self._models.get(model_id)
-        if model is not None and model.is_outdated(moved):
-            await self._discard(model, evict)
-        elif model is not None:
+        if model is not None and not model.is_outdated(moved):
             pointer = await self.durable.pointer(model_id)
             if pointer is None:
                 raise SnapshotNotFound(f"model {model_id} has no durable snapshot yet")
             if not model.sequence.is_behind(pointer):
                 return pointer
+        # A snapshot still being written would move the pointer under the replay. One that cannot be written
+        # is only of a model that is here, and trains on.
+        if not await self.durable.settle(model_id) and not self.durable.failed(model_id):
+            raise unwritten(model_id)
+        if (model := self._models.get(model_id)) is not None:
             await self._discard(model, evict)
         meta = await self.durable.meta(model_id)
         if meta is None:
@@ -394,6 +396,5 @@ class Residency:
         return model is not None and model.sequence.strayed
 
     def _note_durable(self, model_id: str, seq_id: int) -> None:
-        model = self._models.get(model_id)
-        if model is not None:
+        if (model := self._models.get(model_id)) is not None:
             model.durable_seq = seq_id

@@ -276,10 +276,27 @@ async def test_a_snapshot_becomes_durable_that_is_written_while_a_gateway_takes_
     trainer.stored(MODEL)
     await trainer.restore(MODEL, epoch=4)
     may_write = await writing(trainer, monkeypatch)
-    restoring = asyncio.create_task(trainer.restore(MODEL, epoch=6))
-    await asyncio.sleep(0.05)
+    async with asyncio.timeout(30):
+        assert await trainer.restore(MODEL, epoch=6) == SEQ_ID, "it is here, and waits for no disk"
     may_write.set()
-    assert await restoring == SEQ_ID
+    assert await trainer.residency.durable.settle(MODEL)
+    assert trainer.pointers.marked == [SEQ_ID]
+
+
+async def test_a_gateway_that_takes_over_a_model_does_not_wait_for_what_it_exports(trainer: Trainer) -> None:
+    trainer.stored(MODEL)
+    await trainer.restore(MODEL, epoch=4)
+    written = asyncio.get_running_loop().create_future()
+    export = Operation(seq_id=2, units=None, model_id=MODEL, work=cast(Any, None), size=1, result=written)
+    trainer.models[MODEL].sequence.unfinished[2] = export
+    # A step after it: its snapshot is due once the export has its result.
+    trainer.residency.durable.changed(MODEL)
+    async with asyncio.timeout(30):
+        assert await trainer.restore(MODEL, epoch=6) == SEQ_ID
+    assert trainer.pointers.marked == []
+    del trainer.models[MODEL].sequence.unfinished[2]
+    written.set_result(RESULT)
+    assert await trainer.residency.durable.settle(MODEL)
     assert trainer.pointers.marked == [SEQ_ID]
 
 
