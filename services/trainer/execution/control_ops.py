@@ -26,7 +26,7 @@ from services.common.storage.base import Writer
 from services.common.storage.encryption import encrypted
 from services.trainer import convert
 from services.trainer.compute.data import ModelState
-from services.trainer.compute.memory.failures import NoMemory
+from services.trainer.compute.memory.failures import OUT_OF_MEMORY, NoMemory, is_out_of_memory
 from services.trainer.convert import Create, Export, Load, Publish, Save, Step, Unload
 from services.trainer.execution.adapter_room import AdapterRoom
 from services.trainer.execution.full_models import FullModels, snapshot_due
@@ -93,6 +93,18 @@ class ControlOps:
                 done, unless it was released.
             TinsmithError, OSError: the operation failed.
         """
+        try:
+            return await self._run(model, operation, release)
+        except (RuntimeError, MemoryError) as error:
+            # Of files that are read or written beside the engine: what that lacks memory for it says itself.
+            if not is_out_of_memory(error):
+                raise
+            failed = Internal(f"the trainer's host has no memory for it: {error or 'refused'}", OUT_OF_MEMORY)
+            if not model.created:
+                model.broken = failed
+            raise failed from error
+
+    async def _run(self, model: Model, operation: Operation, release: Release) -> OperationResult:
         work, seq_id = operation.work, operation.seq_id
         if isinstance(work, Rejected) and not model.created:
             model.broken = work.error

@@ -77,7 +77,7 @@ def _read_only(work: Callable[[], T]) -> T:
     """
     try:
         return work()
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if is_of_device(error):
             raise WorldFailure(f"a copy of the model broke off: {error}") from error
         if not is_out_of_memory(error):

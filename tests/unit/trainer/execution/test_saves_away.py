@@ -118,6 +118,17 @@ async def test_an_export_waits_for_its_storage_before_it_lets_others_pass_and_fa
         assert not (await (await trainer.ask(step(MINE, 4)))).HasField("error")
 
 
+async def test_an_export_that_the_host_has_no_memory_for_fails_alone(
+    tmp_path: Path, model_state: ModelState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_ops, "weight_files", lambda *_: {"x": lambda path: bytearray(2**62)})
+    async with running(tmp_path, model_state) as trainer:
+        trainer.storage.away = False
+        await stepped(trainer)
+        assert (await (await trainer.ask(export(MINE, 2)))).error.code == "out_of_memory"
+        assert not (await (await trainer.ask(step("b", 1)))).HasField("error")
+
+
 async def test_a_model_is_unloaded_when_what_it_exports_is_written(
     tmp_path: Path, model_state: ModelState, monkeypatch: pytest.MonkeyPatch
 ) -> None:

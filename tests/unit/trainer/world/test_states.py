@@ -98,6 +98,8 @@ async def test_a_snapshot_without_memory_fails_alone(
         patched.setattr(engine, "snapshot", full)
         async with world.snapshot("m"):
             pass
+    with pytest.raises(Internal, match="no memory for a copy of the model"):
+        await world.beside(lambda: bytearray(2**62))
     async with world.snapshot("m") as (seq_id, _):
         assert seq_id == 7
 
