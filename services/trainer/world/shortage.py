@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -70,13 +71,18 @@ class Shortage:
     def heard(self) -> None:
         """Rank 0, when what the last world ended of is written down elsewhere: another death is another's."""
         told = self._read()
-        if told.tokens:
-            self._write(_Told(told.tokens))
-        else:
-            self._path.unlink(missing_ok=True)
+        try:
+            if not told.tokens:
+                self._path.unlink(missing_ok=True)
+            elif told.died:
+                self._write(_Told(told.tokens))
+        except OSError as error:
+            # A disk that is full keeps no trainer from its start.
+            log.warning("could not write down that it is known what the last world ended of: %s", error)
         for unfinished in self._path.parent.glob(f"{self._path.name}.*"):
             # Of a rank that was killed while it told, or had no room on the disk.
-            unfinished.unlink(missing_ok=True)
+            with suppress(OSError):
+                unfinished.unlink()
 
     def tokens(self, most: int) -> int:
         """Up to which several sequences are computed at once.

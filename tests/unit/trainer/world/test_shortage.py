@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import cast
@@ -103,3 +104,21 @@ def test_a_rank_tells_of_its_lack_before_the_world_ends(shortage: Shortage) -> N
 def test_a_lack_that_cannot_be_written_down_ends_the_world_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("no directory")
     Shortage(tmp_path / "run", "trainer-0").tell(SEVERAL)
+
+
+def test_a_trainer_starts_on_a_disk_that_takes_no_writes(
+    shortage: Shortage, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shortage.tell(SEVERAL)
+    in_the_way = tmp_path / "run" / f"trainer-0.shortage.{os.uname().nodename}.{os.getpid()}"
+    in_the_way.mkdir()
+    shortage.heard()
+    assert shortage.tokens(1024) == 512
+    assert any("could not write down" in message for message in caplog.messages)
+    in_the_way.rmdir()
+    shortage.heard()
+    assert shortage.cause() is None
+    in_the_way.mkdir()
+    caplog.clear()
+    shortage.heard()
+    assert caplog.messages == [], "there is nothing to write"
