@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import uvloop
 from redis.exceptions import RedisError
@@ -41,10 +43,22 @@ def main() -> int:
         return _follow(settings, place)
     try:
         with tracing.exported("tinsmith-trainer", name, os.environ):
-            return uvloop.run(serve(settings, place))
+            return uvloop.run(_serve(settings, place))
     except (TinsmithError, RedisError) as error:
         log.critical("%s", error)
         return refusals.ends_with(error, f"rank {place.rank}")
+
+
+class _Unwaited(ThreadPoolExecutor):
+    """The loop's threads, for which its end does not wait: a file that one writes may take hours."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=cancel_futures)
+
+
+async def _serve(settings: TrainerConfig, place: Place) -> int:
+    asyncio.get_running_loop().set_default_executor(_Unwaited(thread_name_prefix="asyncio"))
+    return await serve(settings, place)
 
 
 def _follow(settings: TrainerConfig, place: Place) -> int:
@@ -84,7 +98,7 @@ def _follow(settings: TrainerConfig, place: Place) -> int:
 
 
 def exit_process(status: int) -> None:
-    """Ends the process even when a thread is stuck in a collective."""
+    """Ends the process even when a thread is stuck in a collective, or writes a file."""
     watchdog = threading.Timer(_EXIT_S, lambda: os._exit(status))
     watchdog.daemon = True
     watchdog.start()

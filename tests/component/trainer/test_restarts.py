@@ -158,3 +158,25 @@ def test_a_model_that_trainers_die_of_while_they_bring_it_back_keeps_no_other_aw
         assert third.restore(other.model_id) == 0
     finally:
         third.kill()
+
+
+def test_a_world_that_fails_ends_at_once_whatever_a_disk_still_takes_its_time_for(
+    redis_url: str, model_dir: Path, tmp_path: Path, faults: Path
+) -> None:
+    world = TrainerWorld(redis_url, model_dir, tmp_path / "data", 1, 0)
+    model = TrainedModel(world)
+    try:
+        model.create()
+        world.wait_durable(model.model_id, 0)
+        armed.arm(faults, "trainer.before_rename", "delay:200")
+        model.forward_backward(batch(14))
+        model.step()
+        deadline = time.monotonic() + 60
+        while armed.armed(faults):
+            assert time.monotonic() < deadline, "no snapshot is written"
+            time.sleep(0.1)
+        armed.arm(faults, "trainer.before_pass", "device")
+        world.send(model.operation(forward_backward=forward_backward(batch(14))))
+        assert world.process.wait(60) == 1
+    finally:
+        world.kill()
