@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 _COMMAND_TIMEOUT_S = 900.0
 # Together less than the 30 s after which an agent kills a rank.
+_WITHDRAWN_S = 3.0
 _DRAIN_S = 10.0
 _DURABLE_S = 8.0
 _SHUTDOWN_S = 5.0
@@ -196,7 +197,8 @@ class _Server:
         if failed is not None:
             log.critical("the trainer world failed", exc_info=failed.exception())
         with suppress(Exception):
-            await announcer.stop(in_order=failed is None)
+            # Where Redis hangs, what it has of this trainer grows old.
+            await asyncio.wait_for(announcer.stop(in_order=failed is None), _WITHDRAWN_S)
         self._parts.executor.stop()
         if failed is None:
             await self._drain(executing)

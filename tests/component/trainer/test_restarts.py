@@ -180,3 +180,22 @@ def test_a_world_that_fails_ends_at_once_whatever_a_disk_still_takes_its_time_fo
         assert world.process.wait(60) == 1
     finally:
         world.kill()
+
+
+def test_a_world_that_is_asked_to_end_while_redis_hangs_drains_in_time(
+    redis_url: str, model_dir: Path, tmp_path: Path
+) -> None:
+    world = TrainerWorld(redis_url, model_dir, tmp_path, 1, 0)
+    hung = psutil.Process(world.redis.info("server")["process_id"])
+    ledger = tmp_path / "run" / f"{world.name}.executing"
+    assert ledger.exists()
+    hung.suspend()
+    try:
+        world.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 25
+        while ledger.exists():
+            assert time.monotonic() < deadline, "who stopped it kills it, and what it does is blamed"
+            time.sleep(0.1)
+    finally:
+        hung.resume()
+        world.kill()
