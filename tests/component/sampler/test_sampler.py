@@ -216,6 +216,16 @@ async def test_stop_tokens_and_strings_end_a_sequence_and_are_in_it_once(
     assert "special" in reasons
 
 
+async def test_a_stop_string_of_a_prompt_that_ends_within_a_character_ends_nothing(
+    stub, sampler: Sampler
+) -> None:
+    tokens = AutoTokenizer.from_pretrained(sampler.model_dir).encode("User: wait é")
+    by_string = sampling_pb2.StopCondition(strings={"values": ["User: wait"]})
+    for ends in (tokens, tokens[:-1]):
+        sequence = (await sample(stub, request(ends, stop=by_string, seed=5))).sequences[0]
+        assert (len(ints(sequence.tokens)), sequence.stop_reason) == (8, LENGTH)
+
+
 async def test_without_max_tokens_generation_runs_to_the_context_length(stub) -> None:
     for limit in ({}, {"max_tokens": 10**6}):
         wanted = request(prompt(6, CONTEXT - 12), stop=NEVER, **limit)

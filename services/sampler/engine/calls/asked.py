@@ -23,6 +23,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from services.common.process import failpoints
 from services.common.process.tasks import cancel_all
+from services.sampler.engine.calls.text import of_sampled_alone
 from services.sampler.engine.logprobs.front import Processor
 
 T = TypeVar("T")
@@ -97,6 +98,7 @@ async def _added(
     # Stop strings need the text. vLLM would make that of every token with a log-probability besides.
     state: Any = llm.output_processor.request_states[name]
     state.logprobs_processor = Processor.of(state.logprobs_processor)
+    of_sampled_alone(state.detokenizer, prompt["prompt_token_ids"])
     await llm.engine_core.add_request_async(request)
     return collector
 

@@ -19,6 +19,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -41,7 +42,8 @@ class Llm:
         self.output_processor: Any = self
         self.request_states = {
             "name": SimpleNamespace(
-                logprobs_processor=LogprobsProcessor(None, FlatLogprobs(), None, 0.0, 0, None)
+                logprobs_processor=LogprobsProcessor(None, FlatLogprobs(), None, 0.0, 0, None),
+                detokenizer=IncrementalDetokenizer(),
             )
         }
 
