@@ -186,8 +186,7 @@ class Sampling:
                 self._gateway_id,
                 owner,
                 answer,
-                # Parts of a serialized message may be put one after the other.
-                sampler_pb2.SampleRequest(origin=sample.origin).SerializeToString(),
+                _told_beside(sample).SerializeToString(),
             )
             # Who waits for completions of its samples asks for none again.
             accepted = await self._redo_log.perform(accept, len(payload))
@@ -270,8 +269,8 @@ def _made(
     base: BaseModel,
     limits: Limits,
 ) -> tuple[sampler_pb2.SampleRequest, bytes, int]:
-    """What a sampler is sent, the same serialized, and bytes of the largest answer. Proportional to the
-    request.
+    """What a sampler is sent, the same serialized but for what is told beside, and bytes of the largest
+    answer. Proportional to the request.
 
     Raises:
         InvalidRequest: the sampler could not run it.
@@ -305,7 +304,19 @@ def _made(
     # It is told once, beside the parameters.
     sample.params.ClearField("constraint")
     sample.snapshot.model_id, sample.snapshot.version = record.model_id, record.version
-    return sample, sample.SerializeToString(deterministic=True), answer
+    payload = sample.SerializeToString(deterministic=True)
+    # A replica may take longer sequences than others, or than trainers do.
+    left = base.context_length - request.prompt.shape[0]
+    sample.params.max_tokens = min(request.params.max_tokens or left, left)
+    return sample, payload, answer
+
+
+def _told_beside(sample: sampler_pb2.SampleRequest) -> sampler_pb2.SampleRequest:
+    """What may differ when a sample is repeated. Parts of a serialized message may be put one after the
+    other."""
+    return sampler_pb2.SampleRequest(
+        origin=sample.origin, params=sampling_pb2.SamplingParams(max_tokens=sample.params.max_tokens)
+    )
 
 
 def _gone(request_id: str) -> Gone:

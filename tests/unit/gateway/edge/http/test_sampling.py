@@ -3,12 +3,13 @@
 import asyncio
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import tinker
 
 from services.gateway.access.limits import Limits
-from tests.unit.gateway.edges import ALICE, BASE, BOB, Edges, new_model, new_session, running
+from tests.unit.gateway.edges import ALICE, BASE, BOB, CONTEXT, Edges, new_model, new_session, running
 from tinsmith.v1 import checkpoints_pb2, models_pb2, sampling_pb2, types_pb2
 
 
@@ -114,7 +115,26 @@ async def test_the_five_forms_of_stop_are_told_apart(
     assert condition.WhichOneof("kind") == kind
     found = {"strings": list(condition.strings.values), "tokens": list(condition.tokens.ids)}
     assert found.get(kind) == values
-    assert not request.params.HasField("max_tokens")
+
+
+@pytest.mark.parametrize("most", [{}, {"max_tokens": CONTEXT}])
+async def test_a_sample_ends_at_the_context_that_is_told_whatever_its_replica_takes(
+    edges: Edges, most: dict[str, int]
+) -> None:
+    trainer, sampler = edges.announcers["trainer"], edges.announcers["sampler"]
+    await sampler.update(msgspec.structs.replace(sampler.record, context_length=2 * CONTEXT))
+    await edges.discovery.refresh()
+    async with edges.http() as client:
+        session = await base_session(client)
+        sent = body(session, sampling_params=most)
+        accepted = await client.post("asample", json=sent)
+        # What is known of the context by then makes no other request of a repeated one.
+        await trainer.update(msgspec.structs.replace(trainer.record, context_length=CONTEXT // 2))
+        await edges.discovery.refresh()
+        again = await client.post("asample", json=sent)
+    assert again.json() == accepted.json()
+    request = await edges.sample(accepted.json()["request_id"])
+    assert request.params.max_tokens == CONTEXT - 3
 
 
 @pytest.mark.parametrize(
