@@ -17,6 +17,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 from services.common.contract.errors import Internal, InvalidRequest
 from services.common.telemetry.metrics import LONG_S
+from services.sampler.engine.grammars.steps import TOO_SLOW
 from services.sampler.engine.logprobs.kept import KeptLogprobs
 from services.sampler.engine.sampling import (
     Change,
@@ -86,11 +87,18 @@ def _unmatched(
     constraint: Constraint, bad_words: tuple[str, ...], completion: CompletionOutput
 ) -> InvalidRequest:
     """Why vLLM gave a constrained sequence up: without a token if it could make no grammar, and otherwise
-    with one that the grammar refuses, because it allowed none that could be sampled."""
+    with one that the grammar refuses, because it allowed none that could be sampled, or takes too long."""
     if not completion.token_ids:
         return InvalidRequest(
             f"no grammar can be made of this {constraint.kind}: it is too large, or too deeply repeated; "
             "send a simpler one",
+            "constraint_too_large",
+        )
+    if completion.stop_reason == TOO_SLOW:
+        return InvalidRequest(
+            f"at token {len(completion.token_ids)} of a sequence, it takes too long to tell which tokens go "
+            f"on with the text that this {constraint.kind} asks for; send a simpler one, without repetitions "
+            "of what is repeated",
             "constraint_too_large",
         )
     what, to_change = (

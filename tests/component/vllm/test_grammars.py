@@ -17,12 +17,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import get_tokenizer
 from vllm.v1 import structured_output
 from vllm.v1.structured_output import StructuredOutputManager
-from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from services.common.contract.errors import InvalidRequest, Overloaded
 from services.sampler.engine.grammars import checking, core
 from services.sampler.engine.grammars.checking import Checks
+from services.sampler.engine.grammars.steps import InSteps
 from services.sampler.engine.sampling import Constraint
 from services.sampler.engine.settings.arguments import engine_args
 from tests.component.sampler.process import make_model
@@ -178,5 +178,5 @@ def test_a_grammar_that_takes_too_long_fails_alone_and_those_behind_it_wait(
     until = time.monotonic() + 30
     while behind.grammar is None and time.monotonic() < until:
         time.sleep(0.01)
-    assert isinstance(behind.grammar, XgrammarGrammar)
+    assert isinstance(behind.grammar, InSteps)
     manager.clear_backend()

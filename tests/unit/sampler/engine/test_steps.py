@@ -1,0 +1,132 @@
+"""A grammar that keeps a step is given up, and nothing waits for it or asks it anything any more."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
+from services.common.contract.errors import InvalidRequest
+from services.sampler.engine import answers
+from services.sampler.engine.grammars import core
+from services.sampler.engine.grammars.steps import TOO_SLOW, Steps
+from services.sampler.engine.sampling import Constraint
+
+ALLOWED, ANY = 0b1010, -1
+
+
+class Grammar(StructuredOutputGrammar):
+    """Takes as long as `over` is not set for what it is told to take long for."""
+
+    def __init__(self, slow: str = "") -> None:
+        self.over = threading.Event()
+        self.slow, self.asked = slow, list[str]()
+
+    def _take(self, what: str) -> None:
+        self.asked.append(what)
+        if what == self.slow:
+            self.over.wait(60)
+
+    def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
+        self._take("fill")
+        bitmask[batch_index].fill_(ALLOWED)
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        self._take("accept")
+        return tokens != [9]
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        self._take("validate")
+        return tokens[:1]
+
+    def rollback(self, num_tokens: int) -> None:
+        self._take("rollback")
+
+    def is_terminated(self) -> bool:
+        return False
+
+    def reset(self) -> None:
+        self._take("reset")
+
+
+def test_a_grammar_that_keeps_to_its_time_says_what_it_says() -> None:
+    own = Grammar()
+    grammar, masks = Steps(30).bounded("a", own), torch.zeros(3, 2, dtype=torch.int32)
+    grammar.fill_bitmask(masks, 1)
+    assert masks.tolist() == [[0, 0], [ALLOWED] * 2, [0, 0]]
+    assert [grammar.accept_tokens("r", tokens) for tokens in ([1], [9])] == [True, False]
+    assert grammar.validate_tokens([1, 2]) == [1]
+    grammar.rollback(1)
+    assert not grammar.slow
+    assert own.asked == ["fill", "accept", "accept", "validate", "rollback"]
+
+
+@pytest.mark.parametrize("slow", ["fill", "accept", "validate"])
+def test_what_takes_too_long_is_given_up_with_all_of_its_constraint_and_no_other(slow: str) -> None:
+    steps, masks = Steps(0.2), torch.zeros(1, 2, dtype=torch.int32)
+    own = Grammar(slow)
+    grammar, twin, other = steps.bounded("a", own), steps.bounded("a", Grammar()), Grammar()
+    began = time.monotonic()
+    try:
+        for _ in range(5):
+            grammar.validate_tokens([1])
+            grammar.fill_bitmask(masks, 0)
+            assert grammar.accept_tokens("r", [1]) is False
+        assert time.monotonic() - began < 2
+        assert masks.tolist() == [[ANY, ANY]]
+        # Its own mask is another one.
+        own.over.set()
+        time.sleep(0.1)
+        assert masks.tolist() == [[ANY, ANY]]
+    finally:
+        own.over.set()
+    assert own.asked.count(slow) == 1
+    del grammar, twin
+    later = Grammar()
+    assert not steps.bounded("a", later).accept_tokens("r", [1])
+    assert later.asked == []
+    assert steps.bounded("b", other).accept_tokens("r", [1])
+
+
+def test_grammars_that_together_take_too_long_for_a_step_are_given_up() -> None:
+    class Slow(Grammar):
+        def _take(self, what: str) -> None:
+            time.sleep(0.4)
+
+    steps = Steps(30, together=1.0)
+    quick = steps.bounded("quick", Grammar())
+    several = [steps.bounded(number, Slow()) for number in range(6)]
+    for each in several[:2]:
+        assert each.accept_tokens("r", [1])
+    steps.begin()
+    assert [each.accept_tokens("r", [1]) for each in several] == [True, True, *[False] * 4]
+    assert quick.accept_tokens("r", [1])
+
+
+def test_a_sequence_that_ends_so_says_why() -> None:
+    own = Grammar("accept")
+    grammar = Steps(0.1).bounded("a", own)
+    asked = SimpleNamespace(structured_output_request=SimpleNamespace(grammar=grammar), stop_reason=None)
+
+    class Manager:
+        def grammar_init(self, request: Any) -> None: ...
+
+        def grammar_bitmask(self) -> None: ...
+
+        def accept_tokens(self, request: Any, tokens: list[int]) -> bool:
+            return bool(request.structured_output_request.grammar.accept_tokens("r", tokens))
+
+    manager: Any = Manager()
+    core.install(SimpleNamespace(structured_output_manager=manager), seconds=1)
+    assert not manager.accept_tokens(asked, [1])
+    own.over.set()
+    assert asked.stop_reason == TOO_SLOW
+    completion: Any = SimpleNamespace(token_ids=[1], stop_reason=asked.stop_reason)
+    error = answers._unmatched(Constraint("regex", "a"), (), completion)
+    assert isinstance(error, InvalidRequest)
+    assert (error.code, "at token 1" in error.message) == ("constraint_too_large", True)
