@@ -11,7 +11,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.unit.gateway.edge.talking import ALICE, BASE, END, Says, Talking
+from tests.unit.gateway.edge.talking import ALICE, BASE, CONTEXT, END, Says, Talking
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
@@ -64,7 +64,8 @@ async def test_without_a_limit_an_answer_may_take_the_whole_context(
 ) -> None:
     await client.chat.completions.create(model=BASE, messages=HELLO)
     # What an answer may take of the gateway's memory is more than any context here.
-    assert talks.sampler.asked[0].params.max_tokens > 100_000
+    asked = talks.sampler.asked[0]
+    assert asked.params.max_tokens == CONTEXT - asked.prompt.shape[0]
 
 
 async def test_several_answers_come_with_their_log_probabilities(
