@@ -12,13 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from signal import Signals
 
-import uvloop
 from redis.exceptions import RedisError
 
 from services.common.contract.errors import Internal, TinsmithError
-from services.common.process import rpc
+from services.common.process import process, rpc
 from services.common.process.memory import collector
-from services.common.process.process import allow_open_files, setup_process, status_of, wait_for_signal
 from services.common.process.tasks import cancel_all
 from services.common.state import known_models
 from services.common.state.claim import claimed
@@ -99,7 +97,7 @@ async def run(config: GatewayConfig) -> None:
         cleanup.push_async_callback(rpc_server.drain, _GRPC_GRACE_S)
         collector.settle()
         # From here on a signal means to drain: clients may be answered before the last line of this.
-        stopping = asyncio.create_task(wait_for_signal(), name="signals")
+        stopping = asyncio.create_task(process.wait_for_signal(), name="signals")
         cleanup.push_async_callback(cancel_all, [stopping])
         serving = http.start()
         cleanup.push_async_callback(http.drain)
@@ -132,18 +130,20 @@ async def _until_signal(stopping: asyncio.Task[Signals], serving: asyncio.Task[N
         raise Internal("the HTTP server stopped by itself")
 
 
-def main() -> None:
+def main() -> int:
+    """Runs until a signal; the exit status."""
     config = parse(sys.argv[1:])
     logs.configure(config.id, config.log_format)
-    setup_process(config.id, DataDir(config.data_dir).run)
-    allow_open_files()
+    process.setup_process(config.id, DataDir(config.data_dir).run)
+    process.allow_open_files()
     try:
         with tracing.exported("tinsmith-gateway", config.id, os.environ):
-            uvloop.run(run(config))
+            process.run(run(config))
     except (TinsmithError, RedisError, OSError, ValueError) as error:
         print(f"{config.id}: {error}", file=sys.stderr)
-        sys.exit(status_of(error))
+        return process.status_of(error)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    process.exit_after(main)

@@ -13,7 +13,6 @@ import signal
 import sys
 import tempfile
 
-import uvloop
 from redis.exceptions import RedisError
 
 from services.common.contract.errors import TinsmithError
@@ -51,11 +50,11 @@ def main() -> int:
 
     try:
         with sockets, tracing.exported("tinsmith-sampler", settings.id, os.environ):
-            return uvloop.run(replica.run(settings))
+            return process.run(replica.run(settings))
     except (TinsmithError, RedisError) as error:
         log.critical("%s", error)
         return process.status_of(error)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process.exit_after(main)

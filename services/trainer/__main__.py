@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import signal
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
-import uvloop
 from redis.exceptions import RedisError
 
 from services.common.contract.errors import InvalidRequest, TinsmithError
@@ -28,7 +25,6 @@ log = logging.getLogger("services.trainer")
 
 _ORPHAN_S = 45
 """More than an agent leaves its ranks before it kills them (world/node.py)."""
-_EXIT_S = 5.0
 
 
 def main() -> int:
@@ -43,22 +39,10 @@ def main() -> int:
         return _follow(settings, place)
     try:
         with tracing.exported("tinsmith-trainer", name, os.environ):
-            return uvloop.run(_serve(settings, place))
+            return process.run(serve(settings, place))
     except (TinsmithError, RedisError) as error:
         log.critical("%s", error)
         return refusals.ends_with(error, f"rank {place.rank}")
-
-
-class _Unwaited(ThreadPoolExecutor):
-    """The loop's threads, for which its end does not wait: a file that one writes may take hours."""
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        super().shutdown(wait=False, cancel_futures=cancel_futures)
-
-
-async def _serve(settings: TrainerConfig, place: Place) -> int:
-    asyncio.get_running_loop().set_default_executor(_Unwaited(thread_name_prefix="asyncio"))
-    return await serve(settings, place)
 
 
 def _follow(settings: TrainerConfig, place: Place) -> int:
@@ -97,13 +81,5 @@ def _follow(settings: TrainerConfig, place: Place) -> int:
     return 0
 
 
-def exit_process(status: int) -> None:
-    """Ends the process even when a thread is stuck in a collective, or writes a file."""
-    watchdog = threading.Timer(_EXIT_S, lambda: os._exit(status))
-    watchdog.daemon = True
-    watchdog.start()
-    sys.exit(status)
-
-
 if __name__ == "__main__":
-    exit_process(main())
+    process.exit_after(main)

@@ -1,7 +1,8 @@
-"""The life of a service process: its pid file, its parent, its signals.
+"""The life of a service process: its pid file, its parent, its signals, its end.
 
-Invariants: a process whose parent is gone ends too, a pid file names a process that runs, and what a process
-of the cluster writes is for its user alone.
+Invariants: a process whose parent is gone ends too, a pid file names a process that runs, what a process of
+the cluster writes is for its user alone, and one whose work has ended is gone within seconds, so that it can
+be started again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ import os
 import resource
 import signal
 import sys
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import uvloop
 
 from services.common.contract import variables
 from services.common.contract.errors import InvalidRequest
@@ -31,6 +38,9 @@ _MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _MEMORY_USED = Path("/sys/fs/cgroup/memory.current")
 _MEMORY_KINDS = Path("/sys/fs/cgroup/memory.stat")
 _MACHINE = Path("/proc/meminfo")
+_EXIT_S = 5.0
+
+T = TypeVar("T")
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL, parent: int = 0) -> None:
@@ -165,3 +175,37 @@ async def wait_for_signal() -> signal.Signals:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, note, number)
     return await received
+
+
+class _Unwaited(ThreadPoolExecutor):
+    """A loop's threads, for which its end does not wait."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=cancel_futures)
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """What the work of a service comes to. The end of its loop waits for no thread: a file that one reads or
+    writes may take hours, and the loop would stand still meanwhile."""
+
+    async def begin() -> T:
+        asyncio.get_running_loop().set_default_executor(_Unwaited(thread_name_prefix="asyncio"))
+        return await work
+
+    return uvloop.run(begin())
+
+
+def exit_after(main: Callable[[], int]) -> NoReturn:
+    """Runs a service and ends the process with its status; within seconds of that also where a thread reads
+    or writes a file, or is stuck in a collective."""
+    status = 1
+    try:
+        status = main()
+    except SystemExit as asked:
+        status = asked.code if isinstance(asked.code, int) else status
+        raise
+    finally:
+        watchdog = threading.Timer(_EXIT_S, lambda: os._exit(status))
+        watchdog.daemon = True
+        watchdog.start()
+    sys.exit(status)
