@@ -213,7 +213,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    window: int | None,
+    attention_mask: int | None,
     *,
     sequences: Sequences,
     scaling: float | None = None,
@@ -223,14 +223,14 @@ def attend(
 
     Args:
         query: [1, heads, T, head size]; `key` and `value` may have fewer heads, `value` another size.
-        window: see `window_of`.
+        attention_mask: a window, see `window_of`. Some architectures give it by name.
         options: what else the architecture passes. A soft cap of the scores ("softcap") is computed by its
             own plain attention, and so are attention sinks ("s_aux") unless the kernel was given them.
 
     Returns:
         [1, T, heads, head size of `value`].
     """
-    sinks: Tensor | None = options.get("s_aux")
+    window, sinks = attention_mask, options.get("s_aux")
     bare = all(options.get(name) is None for name in ("softcap", "position_bias"))
     could, plain = bare and _has_kernel(query, value), bare and sinks is None
     kernel = could and (sinks is None or _shape(query, key) in _right_with_sinks)

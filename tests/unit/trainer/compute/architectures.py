@@ -61,6 +61,8 @@ FLAT: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **_MIXED},
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "deepseek_v3": _LATENT,
+    # Its attention gives the mask by name.
+    "afmoe": {**_EXPERTS, "num_dense_layers": 1, **_MIXED},
     **HYBRID,
 }
 """transformers' model types that take several sequences at once, with what their configuration needs."""
