@@ -52,6 +52,7 @@ from services.trainer.compute.sharding.stage3 import (
 )
 from services.trainer.compute.split.asked import splits
 from services.trainer.compute.split.exchange import Exchange
+from services.trainer.compute.trial.handed_on import hands_on
 from services.trainer.compute.trial.own_forward import check_own_forward
 from services.trainer.compute.trial.sinks import with_sinks
 
@@ -316,6 +317,7 @@ def load_model(
     if sharded_config:
         share_replicas()
         sharded_config = with_exact_buffers(sharded_config, text.config, dtype)
+    flat = is_flat(text.kind, text.config) and hands_on(text.kind, text.config)
     # While this object lives, from_pretrained shards each weight as it makes it.
     sharding = HfDeepSpeedConfig(sharded_config) if sharded_config else None
     register()
@@ -325,7 +327,7 @@ def load_model(
             config=text.config,
             dtype=dtype,
             low_cpu_mem_usage=True,
-            attn_implementation=FLAT_ATTENTION if is_flat(text.kind, text.config) else None,
+            attn_implementation=FLAT_ATTENTION if flat else None,
             key_mapping=text.names,
             # Files of PyTorch's own format would be unpickled.
             use_safetensors=True,

@@ -1,4 +1,4 @@
-"""What a loaded base model is tried with before anything depends on it.
+"""What a base model is tried with before anything depends on it.
 
 Invariant: all ranks take part, and come to the same answer.
 
