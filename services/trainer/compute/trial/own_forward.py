@@ -39,6 +39,10 @@ _ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 """Of how far a token's log-probabilities lie from their mean, what may be other than the model's own. Both
 ways take the same kernels: this is for those that do not come to the same bits twice."""
 
+_OF_THE_CODE = AttributeError, KeyError, TypeError, ValueError
+"""What Python raises where an architecture lacks something, on all ranks alike. Of memory, the device or the
+other ranks torch raises RuntimeError."""
+
 
 @dataclass(frozen=True)
 class Own:
@@ -74,7 +78,7 @@ def check_own_forward(
         What each layer asked of attention; none unless `flat`.
 
     Raises:
-        InvalidRequest: the model computes something else by itself.
+        InvalidRequest: the model computes something else by itself, or needs something else to compute.
     """
     length = min(_LENGTH, context_length)
     lengths = [length] * (_TOGETHER if flat else 1)
@@ -83,15 +87,21 @@ def check_own_forward(
     tokens = _spread(sum(lengths), vocab_size).to(device)
     of_each = _spread(min(_WIDTH, vocab_size), vocab_size).to(device)
     targets = Targets(of_each.repeat(len(tokens)), ((len(tokens), len(of_each)),))
-    with torch.no_grad():
-        # Nothing was computed before: DeepSpeed begins to note the order of a pass with the next one.
-        own = own_forward(model, tokens[None], sequences if flat else None)
-        asked.clear()
-        found = score(tokens[None], targets, sequences).view(len(tokens), -1)
+    name = f"{model_path}: {type(model).__name__}"
+    try:
+        with torch.no_grad():
+            # Nothing was computed before: DeepSpeed begins to note the order of a pass with the next one.
+            own = own_forward(model, tokens[None], sequences if flat else None)
+            asked.clear()
+            found = score(tokens[None], targets, sequences).view(len(tokens), -1)
+    except _OF_THE_CODE as error:
+        raise InvalidRequest(
+            f"{name} cannot be computed as the trainer does it, from embeddings alone: "
+            f"{type(error).__name__}: {error}; use another model"
+        ) from error
     finite = bool(own.logits.isfinite().all())
     same = agree(found, own.logits, of_each, next(model.parameters()).dtype)
     broken, changed, other = any_rank([not finite, not own.plain, not same], device)
-    name = f"{model_path}: {type(model).__name__}"
     if broken:
         raise InvalidRequest(
             f"{name} comes to logits that are not finite; see whether its files are whole, or take --dtype "

@@ -93,6 +93,22 @@ def test_what_does_something_to_embeddings_is_refused(dtype: torch.dtype) -> Non
         tried(*made("falcon_h1", dtype, embedding_multiplier=5.65))
 
 
+def test_what_chooses_experts_by_tokens_that_it_is_not_given_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="from embeddings alone: AttributeError: "):
+        tried(*made("deepseek_v4", torch.float32))
+
+
+def test_a_failure_that_may_be_the_machines_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, flat = made("llama", torch.float32)
+    monkeypatch.setattr(model.model, "forward", _broken)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        tried(model, flat)
+
+
+def _broken(**_: Any) -> None:
+    raise RuntimeError("the device is gone")
+
+
 def test_what_comes_to_no_numbers_is_refused() -> None:
     model, flat = made("llama", torch.float32)
     with torch.no_grad():
