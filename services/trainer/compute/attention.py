@@ -340,7 +340,9 @@ def _tree(
     query, key, value = (part[0] for part in parts)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rules = Rules(scale, window, options.get("softcap"))
-    return attend_tree(query, key, value, positions, tree, rules, options.get("s_aux")).transpose(0, 1)[None]
+    made = attend_tree(query, key, value, positions, tree, rules, options.get("s_aux"))
+    # As of the library's attention: some architectures view what they get.
+    return made.transpose(0, 1).contiguous()[None]
 
 
 def _stack(part: Tensor, length: int, count: int) -> Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, register
+from services.trainer.compute.attention import FLAT_ATTENTION, Sequences, attend, register
 from services.trainer.compute.prefix import attention
 from services.trainer.compute.prefix.attention import Rules, attend_tree
 from services.trainer.compute.prefix.layout import Layout, TreeRun, lay_out
@@ -154,6 +154,16 @@ def test_sequences_of_a_tree_are_computed_as_if_each_were_alone(model_type: str)
         (own,) = torch.autograd.grad((made * weight).sum(), alone)
         expected.index_add_(0, place, own[0])
     torch.testing.assert_close(gradient[0], expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_a_batch_of_one_tree_is_in_one_piece_as_of_the_librarys_attention() -> None:
+    """AFMoE views it by features, without asking."""
+    sequences = [np.append(np.arange(9), number).astype("<i4").tobytes() for number in range(3)]
+    cut = Sequences.laid_out(laid_out(sequences), "cpu")
+    assert list(cut.runs()) == [cut.trees[0][1]]
+    given = [torch.randn(1, heads, len(cut.positions[0]), 8) for heads in (4, 2, 2)]
+    output, _ = attend(torch.nn.Module(), *given, None, sequences=cut)
+    assert output.is_contiguous()
 
 
 def test_a_layout_has_each_shared_token_once_and_groups_share_nothing() -> None:
