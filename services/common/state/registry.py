@@ -230,22 +230,7 @@ def _drained(kind: str, service_id: str) -> str:
 
 def facts(record: ServiceRecord) -> Facts:
     """What a trainer or sampler says that stays known."""
-    return Facts(
-        model_path=record.model_path,
-        arch=record.arch,
-        vocab_size=record.vocab_size,
-        context_length=record.context_length,
-        max_sequence_tokens=record.max_sequence_tokens,
-        max_forward_tokens=record.max_forward_tokens,
-        one_rank_tokens=record.one_rank_tokens,
-        micro_batch_tokens=record.micro_batch_tokens,
-        max_operation_tokens=record.max_operation_tokens,
-        world_size=record.world_size,
-        max_lora_rank=record.max_lora_rank,
-        adapts=record.adapts,
-        full_models=record.full_models,
-        routing=record.routing,
-    )
+    return msgspec.convert(record, Facts, from_attributes=True)
 
 
 class Announcer:

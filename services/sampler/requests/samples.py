@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from prometheus_client import Histogram
@@ -36,6 +36,7 @@ from services.sampler.requests.course import Course, Turned
 from services.sampler.requests.suspects import Suspects
 from services.sampler.snapshots.full_snapshots import GivenUp
 from services.sampler.snapshots.held import Held
+from services.sampler.snapshots.snapshots import Snapshots
 
 log = logging.getLogger(__name__)
 
@@ -66,25 +67,11 @@ class SamplingEngine(Protocol):
     def late(self, seconds: float) -> int: ...
 
 
-class Weights(Protocol):
-    """What this needs of the snapshots."""
-
-    def is_ready(self, key: SnapshotKey | None) -> bool: ...
-
-    def newer(self, key: SnapshotKey) -> int: ...
-
-    def use(self, key: SnapshotKey | None) -> AbstractAsyncContextManager[Held]: ...
-
-    def change(self, held: Held, key: SnapshotKey) -> AbstractAsyncContextManager[Adapter]: ...
-
-    async def update(self, held: Held, key: SnapshotKey) -> None: ...
-
-
 class Samples:
     """The samples of one engine."""
 
     def __init__(
-        self, engine: SamplingEngine, snapshots: Weights, admission: Admission, suspects: Suspects
+        self, engine: SamplingEngine, snapshots: Snapshots, admission: Admission, suspects: Suspects
     ) -> None:
         self._engine = engine
         self._suspects = suspects
@@ -273,9 +260,9 @@ class _Holding:
         _NotThere: they are not to be had.
     """
 
-    def __init__(self, course: Course, weights: Weights, key: SnapshotKey | None) -> None:
+    def __init__(self, course: Course, snapshots: Snapshots, key: SnapshotKey | None) -> None:
         self._course = course
-        self._use = weights.use(key)
+        self._use = snapshots.use(key)
 
     async def __aenter__(self) -> Held:
         try:

@@ -26,6 +26,7 @@ from services.common.contract.errors import (
 )
 from services.common.process import failpoints
 from services.common.process.crashes import CrashLedger
+from services.common.state.journal import Journal
 from services.common.storage.data_dir import DataDir
 from services.common.storage.model_files import delete_snapshots
 from services.trainer.compute.data import LoraSpec
@@ -35,7 +36,7 @@ from services.trainer.execution.host_room import HostRoom
 from services.trainer.execution.resident_models import Model, OperationResult, new_sequence
 from services.trainer.execution.states import States
 from services.trainer.files.copy_room import LoadRoom
-from services.trainer.files.durable import DurableSnapshot, DurableStore, Pointers, unwritten
+from services.trainer.files.durable import DurableSnapshot, DurableStore, unwritten
 from services.trainer.world.channel import WorldFailure
 from services.trainer.world.commands import CreateModel, DropModel, MoveAdapter
 from services.trainer.world.world import World
@@ -131,7 +132,7 @@ class Residency:
         states: States,
         data: DataDir,
         staging: Path,
-        pointers: Pointers,
+        journal: Journal,
         max_full_models: int,
         adapter_bytes: int,
         bytes_of: Callable[[LoraSpec], int],
@@ -149,7 +150,7 @@ class Residency:
         self.durable = DurableStore(
             data,
             staging,
-            pointers,
+            journal,
             self._answered,
             self._take,
             self._epoch_of,
@@ -334,8 +335,7 @@ class Residency:
         return self._models.get(model.model_id) is model and not model.is_busy
 
     async def _move(self, model: Model, to_host: bool) -> bool:
-        moved: bool = await self._world.call(MoveAdapter(model.model_id, to_host))
-        return moved
+        return bool(await self._world.call(MoveAdapter(model.model_id, to_host)))
 
     async def _let_go(self, model: Model) -> None:
         """Of a model that may come back."""

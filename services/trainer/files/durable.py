@@ -17,7 +17,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 from google.protobuf.message import DecodeError
@@ -26,6 +25,7 @@ from redis.exceptions import RedisError
 
 from services.common.contract.errors import DataLoss, ModelBusy, TinsmithError
 from services.common.process import failpoints
+from services.common.state.journal import Journal
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import publish_directory
 from services.common.storage.model_files import delete_state
@@ -58,18 +58,6 @@ that failed a writer rests as long."""
 
 _EXPECTED = (TinsmithError, RedisError, OSError)
 """What the world does to a write."""
-
-
-class Pointers(Protocol):
-    """The part of the journal that holds pointers to durable snapshots, and is trimmed by them."""
-
-    async def mark_durable(self, model_id: str, epoch: int, seq_id: int, location: str) -> bool: ...
-
-    async def durable(self, model_id: str) -> tuple[int, str] | None: ...
-
-    async def is_closed(self, model_id: str) -> bool: ...
-
-    async def is_half_full(self, model_id: str) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -110,7 +98,7 @@ class DurableStore:
         self,
         data: DataDir,
         staging: Path,
-        pointers: Pointers,
+        journal: Journal,
         answered: Callable[[str], Awaitable[None]],
         take: Callable[[str], Awaitable[DurableSnapshot | None]],
         epoch_of: Callable[[str], int],
@@ -120,7 +108,7 @@ class DurableStore:
         self._data = data
         self._volume = Volume(data)
         self._staging = staging
-        self._pointers = pointers
+        self._journal = journal
         self._answered = answered
         self._take = take
         self._epoch_of = epoch_of
@@ -181,7 +169,7 @@ class DurableStore:
 
     async def pointer(self, model_id: str) -> int | None:
         """Operation in the model's durable snapshot; None when it has none."""
-        found = await self._pointers.durable(model_id)
+        found = await self._journal.durable(model_id)
         return None if found is None else found[0]
 
     async def meta(self, model_id: str) -> Meta | None:
@@ -211,7 +199,7 @@ class DurableStore:
 
     async def is_closed(self, model_id: str) -> bool:
         """Whether the model will never be used again."""
-        return await self._pointers.is_closed(model_id)
+        return await self._journal.is_closed(model_id)
 
     async def delete(self, model_id: str) -> None:
         """Deletes all snapshots of a closed model that is not here any more.
@@ -229,7 +217,7 @@ class DurableStore:
     async def _snapshot_of(self, model_id: str) -> AsyncIterator[Path | None]:
         """Where the model's durable snapshot is. What is missing on another volume than the one it was
         written to is no loss."""
-        pointer = await self._pointers.durable(model_id)
+        pointer = await self._journal.durable(model_id)
         if pointer is None:
             yield None
             return
@@ -288,7 +276,7 @@ class DurableStore:
         finally:
             await asyncio.to_thread(snapshot.saved.release)
         rest = min(_MOST_REST_S, max(_LEAST_REST_S, _REST * len(self._writers) * (clock() - started)))
-        return 0.0 if await self._pointers.is_half_full(model_id) else rest
+        return 0.0 if await self._journal.is_half_full(model_id) else rest
 
     async def _in_good_time(self, model_id: str, writing: Coroutine[None, None, None]) -> None:
         """Waits for a write, which nothing can cut short; one that hangs is told of as one that failed."""
@@ -312,7 +300,7 @@ class DurableStore:
             return
         # Writing may take minutes, and a gateway that takes the lease meanwhile goes on with the same copy.
         epoch = max(epoch, self._epoch_of(model_id))
-        if not await self._pointers.mark_durable(model_id, epoch, seq_id, f"{self._volume.id}/{location}"):
+        if not await self._journal.mark_durable(model_id, epoch, seq_id, f"{self._volume.id}/{location}"):
             log.warning(
                 "durable snapshot of %s at %d was not marked: another gateway leads it", model_id, seq_id
             )
