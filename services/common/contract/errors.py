@@ -239,33 +239,11 @@ class StorageFull(TinsmithError):
     grpc_status = "RESOURCE_EXHAUSTED"
 
 
-_CLASSES: tuple[type[TinsmithError], ...] = (
-    InvalidRequest,
-    Unauthenticated,
-    PermissionDenied,
-    NotFound,
-    Conflict,
-    Gone,
-    TooLarge,
-    HeadTooLarge,
-    Overloaded,
-    LimitReached,
-    Cancelled,
-    Unavailable,
-    Draining,
-    Starting,
-    DeadlineExceeded,
-    ModelNotResident,
-    ModelBusy,
-    ModelOpen,
-    StaleEpoch,
-    SnapshotNotFound,
-    DataLoss,
-    StorageAway,
-    StorageFull,
-    Internal,
-)
-_BY_CODE = {cls.default_code: cls for cls in _CLASSES}
+_BY_CODE: dict[str, type[TinsmithError]] = {
+    each.default_code: each
+    for each in list(globals().values())
+    if isinstance(each, type) and issubclass(each, TinsmithError) and each is not TinsmithError
+}
 
 _CATEGORY_TO_PB = {
     "user": types_pb2.ERROR_CATEGORY_USER,

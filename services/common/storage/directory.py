@@ -229,10 +229,11 @@ def _opened(path: Path, instead: Iterable[Path] = ()) -> Iterator[Path | None]:
         os.close(descriptor)
 
 
-def clean_abandoned(parent: Path, abandoned: float = ABANDONED_S) -> None:
-    """Removes what writes and deletions in a directory that broke off so long ago left there. Blocking."""
+def clean_abandoned(parent: Path, abandoned: float = ABANDONED_S, names: str = ".*") -> None:
+    """Removes what writes and deletions in a directory that broke off so long ago left there, under names of
+    this pattern. Blocking."""
     now = clock.to_judge()
-    for path in list(parent.glob(".*")) if parent.is_dir() else []:
+    for path in list(parent.glob(names)) if parent.is_dir() else []:
         with suppress(FileNotFoundError):
             if now - path.stat().st_mtime > abandoned:
                 shutil.rmtree(path)

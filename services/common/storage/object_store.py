@@ -36,6 +36,7 @@ from services.common.storage.base import (
     check_name,
     on_local_disk,
 )
+from services.common.storage.directory import clean_abandoned
 
 log = logging.getLogger(__name__)
 
@@ -202,7 +203,8 @@ class ObjectStorage(Storage):
                     versions.setdefault(version, {})[parts[3]] = self._written(path, info)
             for version, objects in versions.items():
                 self._clean_version(version, objects, abandoned)
-        self._clean_staging(abandoned)
+        # What processes of this machine that were killed had on its way.
+        clean_abandoned(self._staging, abandoned, "*")
 
     def _clean_version(self, path: str, objects: Mapping[str, float], abandoned: float) -> None:
         """Removes what belongs to no manifest of one version, whose objects were written at these times."""
@@ -224,13 +226,6 @@ class ObjectStorage(Storage):
             if clock.to_judge() - prefixes[prefix] > abandoned:
                 with suppress(FileNotFoundError):
                     self._fs.rm(f"{self._root}/{path}/{prefix}", recursive=True)
-
-    def _clean_staging(self, abandoned: float) -> None:
-        """Removes what processes of this machine that were killed had on its way."""
-        for path in list(self._staging.iterdir()) if self._staging.is_dir() else []:
-            with suppress(FileNotFoundError):
-                if clock.to_judge() - path.stat().st_mtime > abandoned:
-                    shutil.rmtree(path)
 
     def _written(self, path: str, info: Mapping[str, Any]) -> float:
         found = next((info[name] for name in _TIMES if info.get(name) is not None), None)
