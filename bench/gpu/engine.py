@@ -38,8 +38,6 @@ def start(
         device=device,
         dtype=dtype,
         zero_stage=0,
-        rank=0,
-        world_size=1,
         offload_optimizer=offload,
         activation_checkpointing=checkpointing,
     )

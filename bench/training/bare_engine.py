@@ -59,8 +59,8 @@ def _load(model_dir: str) -> Callable[[Any], float]:
     from services.trainer.compute.data import AdamSpec, LoraSpec, PassOp
     from services.trainer.compute.engine import Engine
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    engine = Engine(model_path=model_dir, device="cpu", dtype="float32", zero_stage=0, rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore())
+    engine = Engine(model_path=model_dir, device="cpu", dtype="float32", zero_stage=0)
     seq_id, models, shares = 0, 0, engine.shares_prefixes
 
     def run(job: Any) -> float:

@@ -119,8 +119,6 @@ def load(config: TrainerConfig, place: Place) -> tuple[Engine, Channel, Capacity
         device=config.device,
         dtype=config.dtype,
         zero_stage=config.zero_stage,
-        rank=place.rank,
-        world_size=place.world_size,
         offload_optimizer=config.offload_optimizer == "cpu",
         activation_checkpointing=config.activation_checkpointing,
         max_context=config.max_context,

@@ -81,7 +81,7 @@ def main() -> None:
     model_dir, source, target = sys.argv[1:]
     from services.trainer.compute.engine import Engine
 
-    engine = Engine(model_path=model_dir, device="cpu", dtype="float32", zero_stage=0, rank=0, world_size=1)
+    engine = Engine(model_path=model_dir, device="cpu", dtype="float32", zero_stage=0)
     histories = msgspec.msgpack.decode(Path(source).read_bytes())
     results = [
         list(_apply(engine, f"oracle:train:{number}", history)) for number, history in enumerate(histories)

@@ -181,8 +181,6 @@ class BaseModel:
         router: LoraRouter,
         activation_checkpointing: bool,
     ) -> None:
-        if zero_stage not in (0, 1, 2, 3):
-            raise ValueError(f"zero_stage must be 0, 1, 2 or 3, got {zero_stage}")
         if device == "cpu":
             allocator.keep_freed_memory()
         init_distributed(device)

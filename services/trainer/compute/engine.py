@@ -80,8 +80,6 @@ class Engine:
         device: str,
         dtype: str,
         zero_stage: int,
-        rank: int,
-        world_size: int,
         offload_optimizer: bool = False,
         activation_checkpointing: bool = False,
         max_context: int = 0,
@@ -115,11 +113,8 @@ class Engine:
             router=self._router,
             activation_checkpointing=activation_checkpointing,
         )
-        if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
-            mine = f"rank {dist.get_rank()} of {dist.get_world_size()}"
-            raise ValueError(f"rank {rank} of {world_size} was asked for, but this process is {mine}")
-        self._rank = rank
-        self.device, self.world_size, self.footprint = self._base.device, world_size, self._base.footprint
+        self._rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.device, self.footprint = self._base.device, self._base.footprint
         self._full = FullModelConfig(
             model_path,
             self.device,
@@ -134,7 +129,7 @@ class Engine:
             self._base.unadapted,
             self._base.elements,
             element.itemsize,
-            world_size,
+            self.world_size,
             on_device=self.device != "cpu",
         )
         self.pass_room = self.adapter_room = 0
@@ -153,7 +148,7 @@ class Engine:
         self.arch, self.collective, self.blocks = self._base.arch, self._base.collective, self._base.blocks
         self.splits, self.routing = self._base.exchange is not None, self._base.replay.routing
         shares = attends_to_trees(self._base.asked, self.context_length, self.device)
-        self._rounds = Rounds(self._base, self._router, self._tenants, rank, world_size, shares)
+        self._rounds = Rounds(self._base, self._router, self._tenants, self._rank, self.world_size, shares)
 
     @property
     def shares_prefixes(self) -> bool:

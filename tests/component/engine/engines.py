@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch import Tensor
 
 from services.trainer.compute.engine import Engine
@@ -17,8 +16,7 @@ from services.trainer.compute.logprobs import LogprobHead
 
 def engine_of(directory: Path, *, dtype: str = "float32", stage: int = 0, **more: Any) -> Engine:
     """On the CPU; more: as `Engine` takes it."""
-    ranks = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-    return Engine(model_path=str(directory), device="cpu", dtype=dtype, zero_stage=stage, **ranks, **more)
+    return Engine(model_path=str(directory), device="cpu", dtype=dtype, zero_stage=stage, **more)
 
 
 @contextmanager
