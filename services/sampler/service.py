@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from services.common.contract.errors import Draining, InvalidRequest
 from services.common.process import failpoints
@@ -16,7 +16,7 @@ from services.common.process.tasks import cancel_all
 from services.common.telemetry import subject
 from services.sampler import convert
 from services.sampler.convert import Answer
-from services.sampler.engine.sampling import ServedTokenizer, Tell
+from services.sampler.engine.sampling import Tell
 from services.sampler.requests.admission import Admission
 from services.sampler.requests.generations import Generations
 from services.sampler.requests.new_tokens import TokenStream
@@ -25,16 +25,8 @@ from services.sampler.requests.suspects import GivenUp
 from services.sampler.snapshots.snapshots import Snapshots
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 
-
-class ObservedEngine(Protocol):
-    """What this needs of an engine."""
-
-    @property
-    def generated_tokens(self) -> int: ...
-
-    def tokens_of(self, request_id: str) -> int: ...
-
-    def tokenizer(self) -> ServedTokenizer: ...
+if TYPE_CHECKING:
+    from services.sampler.engine.engine import Engine
 
 
 class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
@@ -42,7 +34,7 @@ class SamplerService(sampler_pb2_grpc.SamplerServiceServicer):
 
     def __init__(
         self,
-        engine: ObservedEngine,
+        engine: Engine,
         generations: Generations[Answer],
         samples: Samples,
         admission: Admission,

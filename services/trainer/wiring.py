@@ -22,7 +22,7 @@ from services.trainer.execution.control_ops import ControlOps
 from services.trainer.execution.executor import Executor
 from services.trainer.execution.residency import Residency, Restores
 from services.trainer.execution.resident_models import Model
-from services.trainer.execution.states import States, staging_of
+from services.trainer.execution.states import States
 from services.trainer.files.base import Base
 from services.trainer.files.checkpoints import CheckpointStore
 from services.trainer.files.copy_room import CopyRoom, LoadRoom
@@ -71,7 +71,7 @@ class Trainer:
         data = DataDir(config.data_dir)
         base = Base(config.base_model, config.model_path)
         self.models: dict[str, Model] = {}
-        models = self.models
+        models, journal = self.models, Journal(client)
 
         # What is kept: models in memory, their snapshots on disk, the ledger of crashes.
         self.shortage = Shortage(data.run, config.id)
@@ -80,7 +80,7 @@ class Trainer:
         )
         self.shortage.heard()
         self.micro_batch_tokens = self.shortage.tokens(config.micro_batch_tokens)
-        staging = staging_of(data, config.id)
+        staging = data.staging / config.id
         volume = Volume(data)
         self.states = States(world, base, volume, staging)
         self.loads = LoadRoom(of_machine(OF_LOADS), engine.sizes.loaded)
@@ -90,7 +90,7 @@ class Trainer:
             self.states,
             data,
             staging,
-            Journal(client),
+            journal,
             config.max_full_models,
             capacity.adapter_bytes,
             engine.sizes.adapter,
@@ -118,7 +118,7 @@ class Trainer:
         self.results = ResultRoom(
             of_machine(OF_RESULTS),
             lambda: {name: model.sequence for name, model in models.items()},
-            Journal(client).lowest_pending,
+            journal.lowest_pending,
         )
         self.copies = CopyRoom(of_machine(OF_COPIES), engine.sizes.copy)
         control = ControlOps(

@@ -12,10 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from services.common.process.tasks import cancel_all
 from services.common.telemetry.repeats import Repeats
+
+if TYPE_CHECKING:
+    from services.sampler.engine.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -53,19 +56,7 @@ class Progress:
         return now - self._since >= self._limit
 
 
-class WatchedEngine(Protocol):
-    """What this needs of an engine."""
-
-    @property
-    def running(self) -> int: ...
-
-    @property
-    def at_rest(self) -> bool: ...
-
-    async def steps(self) -> int: ...
-
-
-async def until_stuck(engine: WatchedEngine, limit: float) -> None:
+async def until_stuck(engine: Engine, limit: float) -> None:
     """Returns when the engine has made no progress for `limit` seconds."""
     progress = Progress(limit, time.monotonic())
     asked: asyncio.Task[int] | None = None

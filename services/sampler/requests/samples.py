@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Histogram
 
@@ -22,7 +22,6 @@ from services.common.telemetry import subject, tracing
 from services.common.telemetry.metrics import LONG_S
 from services.common.telemetry.repeats import Repeats
 from services.sampler.engine.sampling import (
-    Limits,
     SampleJob,
     SampleOutput,
     Tell,
@@ -30,13 +29,16 @@ from services.sampler.engine.sampling import (
     unfinished,
     untouched,
 )
-from services.sampler.engine.snapshot_key import Adapter, SnapshotKey
+from services.sampler.engine.snapshot_key import SnapshotKey
 from services.sampler.requests.admission import LATE_S, Admission, Place
 from services.sampler.requests.course import Course, Turned
 from services.sampler.requests.suspects import Suspects
 from services.sampler.snapshots.full_snapshots import GivenUp
 from services.sampler.snapshots.held import Held
 from services.sampler.snapshots.snapshots import Snapshots
+
+if TYPE_CHECKING:
+    from services.sampler.engine.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -51,27 +53,11 @@ LAG = Histogram(
 )
 
 
-class SamplingEngine(Protocol):
-    """What this needs of an engine."""
-
-    limits: Limits
-
-    async def sample(
-        self, job: SampleJob, adapter: Adapter | None, tell: Tell | None = None
-    ) -> SampleOutput: ...
-
-    async def shift(self, request_id: str, adapter: Adapter, version: int) -> None: ...
-
-    def interrupt(self, request_id: str, at_once: bool) -> None: ...
-
-    def late(self, seconds: float) -> int: ...
-
-
 class Samples:
     """The samples of one engine."""
 
     def __init__(
-        self, engine: SamplingEngine, snapshots: Snapshots, admission: Admission, suspects: Suspects
+        self, engine: Engine, snapshots: Snapshots, admission: Admission, suspects: Suspects
     ) -> None:
         self._engine = engine
         self._suspects = suspects

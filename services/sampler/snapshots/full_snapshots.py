@@ -17,7 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from services.common.contract.errors import (
     DeadlineExceeded,
@@ -34,6 +34,9 @@ from services.sampler.engine.snapshot_key import SnapshotKey, Weights
 from services.sampler.snapshots.incoming import IncomingSnapshot
 from services.sampler.snapshots.staging import Staging
 from services.sampler.snapshots.turns import Run, Swap, Turns, Update
+
+if TYPE_CHECKING:
+    from services.sampler.engine.shifts.full_front import ModelWeights
 
 log = logging.getLogger(__name__)
 
@@ -57,26 +60,10 @@ class GivenUp(DeadlineExceeded):
         )
 
 
-class EngineWeights(Protocol):
-    """What this needs of an engine."""
-
-    async def stage(
-        self, stage_id: int | None, epoch: int, specs: list[list[object]], checksum: int, seconds: float
-    ) -> None: ...
-
-    async def drop_staged(self, stage_ids: list[int]) -> None: ...
-
-    async def check(self, source: int | str, seconds: float) -> None: ...
-
-    async def swap(self, weights: Weights, source: int | str | None, seconds: float) -> None: ...
-
-    async def update(self, weights: SnapshotKey, source: int | str | None, seconds: float) -> None: ...
-
-
 class FullSnapshots:
     """The full snapshots of one engine."""
 
-    def __init__(self, engine: EngineWeights, data_dir: DataDir, staging: Staging) -> None:
+    def __init__(self, engine: ModelWeights, data_dir: DataDir, staging: Staging) -> None:
         self._engine = engine
         self._data_dir = data_dir
         self._staging = staging

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge
 
@@ -27,6 +27,9 @@ from services.sampler.snapshots.held import Held
 from services.sampler.snapshots.incoming import IncomingSnapshot
 from services.sampler.snapshots.residency import Residency
 from services.sampler.snapshots.versions import KnownVersions
+
+if TYPE_CHECKING:
+    from services.sampler.engine.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -55,30 +58,12 @@ class StillReceiving(TinsmithError):
     grpc_status = "UNAVAILABLE"
 
 
-class AdapterEngine(Protocol):
-    """What this needs of an engine."""
-
-    async def join_group(
-        self, epoch: int, first_rank: int, world_size: int, medium: Medium, seconds: float
-    ) -> None: ...
-
-    async def leave_group(self) -> None: ...
-
-    async def receive_adapter(
-        self, adapter_id: int, epoch: int, rank: int, specs: list[list[object]], checksum: int, seconds: float
-    ) -> int: ...
-
-    async def load_adapter(self, adapter_id: int, directory: str, seconds: float) -> int: ...
-
-    async def drop_adapters(self, adapter_ids: list[int]) -> None: ...
-
-
 class Snapshots:
     """The snapshots of one engine."""
 
     def __init__(
         self,
-        engine: AdapterEngine,
+        engine: Engine,
         data_dir: DataDir,
         residency: Residency,
         slots: AdapterSlots,

@@ -11,7 +11,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import check_reserve
 from services.trainer.compute.data import ModelState, ShardedState
 from services.trainer.execution.resident_models import Model
@@ -21,17 +20,13 @@ from services.trainer.files.volume import Volume
 from services.trainer.world.world import World
 
 
-def staging_of(data: DataDir, trainer_id: str) -> Path:
-    """Where a trainer's ranks write and read states."""
-    return data.staging / trainer_id
-
-
 class States:
     """Takes states of models.
 
     Args:
         volume: of the staging directory.
-        staging: this trainer's; what a predecessor left there goes with `clean`.
+        staging: this trainer's, where its ranks write and read states; what a predecessor left goes with
+            `clean`.
     """
 
     def __init__(self, world: World, base: Base, volume: Volume, staging: Path) -> None:

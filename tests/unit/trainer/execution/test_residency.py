@@ -22,7 +22,7 @@ from services.trainer.compute.data import LoraSpec, ModelState
 from services.trainer.execution import room
 from services.trainer.execution.residency import AT_ONCE, Residency, Restores
 from services.trainer.execution.resident_models import Model, Operation, new_sequence
-from services.trainer.execution.states import States, staging_of
+from services.trainer.execution.states import States
 from services.trainer.files import durable
 from services.trainer.files.base import Base
 from services.trainer.files.checkpoints import Meta, SavedState
@@ -69,7 +69,7 @@ class Trainer:
         self.pointers = PointersInMemory()
         self.engine = Engine(state)
         base = Base("org/base", "org/base")
-        world, staging = cast(World, self.engine), staging_of(data, "trainer-0")
+        world, staging = cast(World, self.engine), data.staging / "trainer-0"
         states = States(world, base, Volume(data), staging)
         self.crashes = CrashLedger[tuple[str, int]](
             data.run / "trainer-0.executing", tuple[str, int], "trainer"
@@ -330,7 +330,7 @@ async def test_nothing_of_a_model_that_trains_all_weights_is_written_below_a_vol
 ) -> None:
     data = DataDir(tmp_path / "mounted")
     world = cast(World, Engine(model_state))
-    states = States(world, Base("org/base", "org/base"), Volume(data), staging_of(data, "trainer-0"))
+    states = States(world, Base("org/base", "org/base"), Volume(data), data.staging / "trainer-0")
     data.root.rename(tmp_path / "away")
     with pytest.raises(StorageAway, match="mount that one there again"):
         await states.take(Model(MODEL, created=True))
