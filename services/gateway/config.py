@@ -19,6 +19,7 @@ from services.common.process.flags import (
     BYTES,
     BYTES_OR_0,
     HTTP_URL,
+    PATH,
     PORT,
     PROXIES,
     SECONDS,
@@ -113,15 +114,9 @@ class GatewayConfig:
     dispatch: DispatchSettings = field(default_factory=DispatchSettings)
 
 
-def _checked_location(text: str) -> str:
-    check_location(text)
-    return text
-
-
-_LOCATION = Kind("a directory or a URL", "URL", _checked_location)
+_LOCATION = Kind("a directory or a URL", "URL", check_location)
 _STAND_IN = Kind(f"one of {', '.join(STAND_INS)}, or empty", "LOSS", lambda text: _stand_in(text))
 _MODELS = Kind(f"JSON like {EXAMPLE}", "JSON", parse_configured)
-_PATH = Kind("a path", "PATH", lambda text: Path(text) if text else Path())
 _FORMAT = one_of(logs.FORMATS)
 _MEMORY = number(LEAST_MIB, 1 << 20, "MiB")
 _MESSAGE = number(1, 192 * MIB, "bytes")
@@ -135,7 +130,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("--host", TEXT, GatewayConfig, "host", "address to listen on"),
         Flag("--port", PORT, GatewayConfig, "port", "HTTP port, shared with other gateways of this machine"),
         Flag("--grpc-port", PORT, GatewayConfig, "grpc_port", "gRPC port, shared in the same way"),
-        Flag("--identity", _PATH, GatewayConfig, "identity",
+        Flag("--identity", PATH, GatewayConfig, "identity",
              "directory of ca.crt, tls.crt and tls.key: who this gateway is to trainers and samplers, which "
              "it then calls by mutual TLS; empty: in the clear"),
         Flag("--metrics-port", PORT, GatewayConfig, "metrics_port", "port of Prometheus' /metrics, 0 = none"),
@@ -144,18 +139,18 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("--access-log", SWITCH, GatewayConfig, "access_log", "log a line for every request"),
         Flag("--public-url", HTTP_URL, GatewayConfig, "public_url",
              "what clients reach the gateways as, for download links; empty: as their requests name them"),
-        Flag("--tls-cert", _PATH, GatewayConfig, "tls_cert",
+        Flag("--tls-cert", PATH, GatewayConfig, "tls_cert",
              "PEM certificate, with its chain, of the HTTP and the gRPC port; read again when it rotates; "
              "empty: in the clear"),
-        Flag("--tls-key", _PATH, GatewayConfig, "tls_key", "PEM key of that certificate"),
+        Flag("--tls-key", PATH, GatewayConfig, "tls_key", "PEM key of that certificate"),
         Flag("--trusted-proxy", PROXIES, GatewayConfig, "trusted_proxies",
              "addresses and networks, with commas between, of proxies whose X-Forwarded-For and "
              "X-Forwarded-Proto are believed"),
         Flag("--near-clients", SWITCH, GatewayConfig, "near_clients",
              "who connects over loopback has this machine's files, and is told where a tokenizer lies; not "
              "so in a container"),
-        Flag("--data-dir", _PATH, GatewayConfig, "data_dir", "data directory of the cluster; must be given"),
-        Flag("--api-keys-file", _PATH, GatewayConfig, "api_keys_file", "API keys; empty: DATA_DIR/api_key"),
+        Flag("--data-dir", PATH, GatewayConfig, "data_dir", "data directory of the cluster; must be given"),
+        Flag("--api-keys-file", PATH, GatewayConfig, "api_keys_file", "API keys; empty: DATA_DIR/api_key"),
         Flag("--memory-mib", _MEMORY, GatewayConfig, "memory_mib",
              "memory for all requests, samples and operations in flight; the process takes about 200 MiB "
              "besides"),

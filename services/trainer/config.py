@@ -5,19 +5,20 @@ Invariant: everything a rank needs to know is decided here once and passed on as
 
 from __future__ import annotations
 
-import argparse
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from services.common.contract.errors import InvalidRequest
+from services.common.process import flags
+from services.common.process.flags import PATH, PORT, SWITCH, TEXT, Flag, Kind, number, one_of
 from services.common.storage.location import check_location
 from services.common.telemetry import logs
 from services.common.worlds.sharding import Sharding, mistakes
 
 _AUTO_TOKENS = {"cuda": 8192, "cpu": 1024}
 _MOST_TOKENS = 10_000_000
+_ABOUT = "One rank of a trainer world; services.trainer.world.launch starts it."
 
 
 @dataclass(frozen=True)
@@ -53,34 +54,45 @@ class TrainerConfig:
         redis_url: from TINSMITH_REDIS_URL, never from a flag: it may hold a password. Only rank 0 needs one.
     """
 
-    id: str
-    first_process_index: int
-    base_model: str
-    model_path: str
-    zero_stage: int
-    sharding: Sharding
-    offload_optimizer: str
-    max_full_models: int
-    full_snapshot_steps: int
-    device: str
-    dtype: str
-    host: str
-    port: int
-    metrics_port: int
-    log_format: str
-    access_log: bool
-    advertise_host: str
-    data_dir: Path
-    checkpoint_store: str
-    micro_batch_tokens: int
-    activation_checkpointing: bool
-    keeps_blocks: bool
-    max_context: int
-    memory_bytes: int
-    adapter_host_bytes: int | None
-    gpu_memory_share: float
-    redis_url: str
+    id: str = "trainer-0"
+    first_process_index: int = 0
+    base_model: str = ""
+    model_path: str = ""
+    zero_stage: int = 0
+    sharding: Sharding = field(default_factory=Sharding)
+    offload_optimizer: str = "none"
+    max_full_models: int = 1
+    full_snapshot_steps: int = 10
+    device: str = "cpu"
+    dtype: str = "float32"
+    host: str = "127.0.0.1"
+    port: int = 0
+    metrics_port: int = 0
+    log_format: str = "text"
+    access_log: bool = False
+    advertise_host: str = "127.0.0.1"
+    data_dir: Path = Path()
+    checkpoint_store: str = ""
+    micro_batch_tokens: int = _AUTO_TOKENS["cpu"]
+    activation_checkpointing: bool = False
+    keeps_blocks: bool = False
+    max_context: int = 0
+    memory_bytes: int = 0
+    adapter_host_bytes: int | None = None
+    gpu_memory_share: float = 0.0
+    redis_url: str = ""
     identity: Path = Path()
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What settings follow from; None, or "auto": from the device too."""
+
+    model: tuple[str, ...] = ()
+    device: str = "auto"
+    dtype: str = "auto"
+    micro_batch_tokens: int | None = None
+    activation_checkpointing: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -102,204 +114,141 @@ class Place:
         return cls(rank, world_size, with_head=os.environ.get("GROUP_RANK", "0") == "0")
 
 
-def parse(argv: list[str]) -> TrainerConfig:
-    """Reads flags and environment; exits with a usage message when they do not make sense."""
-    parser = argparse.ArgumentParser(
-        prog="python -m services.trainer",
-        description="One rank of a trainer world; services.trainer.world.launch starts it.",
+def _model(text: str) -> tuple[str, str]:
+    name, _, path = text.partition("=")
+    if not (name and path):
+        raise ValueError
+    return name, path
+
+
+def _directory(text: str) -> Path:
+    if not text:
+        raise ValueError
+    return Path(text).resolve()
+
+
+def _auto(kind: Kind) -> Kind:
+    """The same, or that it is left to the trainer: None."""
+    return replace(
+        kind, says=f"auto, or {kind.says}", parse=lambda text: None if text == "auto" else kind.parse(text)
     )
 
-    from_environment: list[str] = []
 
-    def flag(name: str, default: str | None, help_text: str, **options: Any) -> None:
-        value = os.environ.get("TINSMITH_" + name.upper().replace("-", "_"))
-        if value is not None:
-            # Passed as a flag, so that it is checked like one; a flag given later wins.
-            from_environment.extend((f"--{name}", value))
-        parser.add_argument(f"--{name}", default=default, required=default is None, help=help_text, **options)
+def _decimal(text: str, most: float) -> float:
+    if not 0 <= (value := float(text)) <= most:
+        raise ValueError
+    return value
 
-    flag("id", "trainer-0", "name of this trainer in the registry")
-    flag("first-process-index", "0", "rank r is called trainer-<this + r>", type=int)
-    flag("model", None, "NAME=PATH_OR_HUB_ID of the base model")
-    flag(
-        "zero-stage",
-        "0",
-        "ZeRO stage of the frozen base, and of models that train all weights (those have at least 1)",
-        type=int,
-        choices=(0, 1, 2, 3),
-    )
-    flag(
-        "zero-replica-ranks",
-        "1",
-        "with ZeRO-3: ranks in a row that hold all weights once more among themselves and gather them from "
-        "each other (hpZ), so best those of one machine; 1 = none do",
-        type=int,
-    )
-    flag(
-        "zero-prefetch-elements",
-        "auto",
-        "with ZeRO-3: elements of weights that are gathered before they are needed; 0 = none; "
-        "auto = as many as DeepSpeed takes, 50 million",
-    )
-    flag(
-        "zero-quantized-base",
-        "no",
-        "yes: with ZeRO-3, ranks hold and gather the frozen base as int8, which changes log-probabilities",
-        choices=("yes", "no"),
-    )
-    flag(
-        "offload-optimizer",
-        "none",
-        "cpu: models that train all weights hold their optimizer state, and step, on the CPU",
-        choices=("none", "cpu"),
-    )
-    flag(
-        "max-full-models",
-        "1",
-        "models that train all weights which are held at once; idle ones make room for others",
-        type=int,
-    )
-    flag(
-        "full-snapshot-steps",
-        "10",
-        "optimizer steps of such a model that a restart may have to repeat",
-        type=int,
-    )
-    flag("device", "auto", "where to compute", choices=("auto", "cpu", "cuda"))
-    flag("dtype", "auto", "auto = bfloat16 on CUDA, float32 on CPU", choices=("auto", "float32", "bfloat16"))
-    flag("host", "127.0.0.1", "address to serve gRPC on")
-    flag("port", "0", "port to serve gRPC on; 0 takes a free one", type=int)
-    flag(
-        "identity",
-        "",
-        "directory of ca.crt, tls.crt and tls.key: who this trainer is to gateways and samplers; only the "
-        "cluster's gateways may call it then. Empty: in the clear, for everybody who reaches it",
-    )
-    flag("metrics-port", "0", "port of Prometheus' /metrics of the first rank; 0 = none", type=int)
-    flag("log-format", "text", "lines to read, or JSON objects to search", choices=logs.FORMATS)
-    flag("access-log", "no", "yes: a line in the log for every call", choices=("yes", "no"))
-    flag("advertise-host", "127.0.0.1", "host name under which gateways reach this trainer")
-    flag("data-dir", None, "directory shared with gateways and samplers", type=Path)
-    flag("checkpoint-store", "", "directory or URL for named checkpoints and exports; empty: in DATA_DIR")
-    flag(
-        "micro-batch-tokens",
-        "auto",
-        "tokens that a rank computes at once, and so what a small request may have to wait for; "
-        f"auto = {_AUTO_TOKENS['cuda']} on CUDA, {_AUTO_TOKENS['cpu']} on CPU",
-    )
-    flag("max-context", "0", "most tokens of an example; 0 = as many as the base model takes", type=int)
-    flag(
-        "memory-gib",
-        "0",
-        "memory of its device that each rank may take, by which the trainer says how long examples may be "
-        "and how many adapters it holds; 0 = what the GPU has free, or its share of 3/4 of the machine's, "
-        "where on CPU a micro-batch's tokens in one example and one adapter are always let in",
-        type=float,
-    )
-    flag(
-        "adapter-host-gib",
-        "auto",
-        "memory of the host that each rank may take for adapters which are idle and make room for others on "
-        "the device, before they go to the disk; 0 = none; auto = a quarter of the machine's, shared by the "
-        "ranks on it, and none on CPU",
-    )
-    flag(
-        "gpu-memory-share",
-        "0",
-        "fraction of its GPU's memory that each rank keeps to, where others are on that GPU; 0 = it takes "
-        "what is free",
-        type=float,
-    )
-    flag(
-        "activation-checkpointing",
-        "auto",
-        "on: of each block only the input is kept for the backward pass, and the rest computed again there: "
-        "the same numbers, a twentieth of the memory, up to half as much time again; auto = so with CUDA, "
-        "but for blocks whose activations find room, and off on CPU",
-        choices=("auto", "on", "off"),
-    )
-    args = parser.parse_args([*from_environment, *argv])
 
-    name, separator, path = args.model.partition("=")
-    if not (name and separator and path):
-        parser.error(f"--model {args.model!r} is not NAME=PATH_OR_HUB_ID")
-    tokens = args.micro_batch_tokens
-    if tokens != "auto" and not (tokens.isdecimal() and 1 <= int(tokens) <= _MOST_TOKENS):
-        parser.error(
-            f"--micro-batch-tokens must be auto or a whole number from 1 to {_MOST_TOKENS}, not {tokens!r}"
-        )
-    try:
-        check_location(args.checkpoint_store)
-    except InvalidRequest as error:
-        parser.error(f"--checkpoint-store: {error.message}")
-    prefetch = args.zero_prefetch_elements
-    if prefetch != "auto" and not prefetch.isdecimal():
-        parser.error(f"--zero-prefetch-elements must be auto or a whole number, not {prefetch!r}")
-    if args.zero_replica_ranks < 1:
-        parser.error(f"--zero-replica-ranks must be at least 1, not {args.zero_replica_ranks}")
-    sharding = Sharding(
-        args.zero_replica_ranks,
-        None if prefetch == "auto" else int(prefetch),
-        args.zero_quantized_base == "yes",
-    )
-    for mistake in mistakes(sharding, args.zero_stage):
-        parser.error(mistake)
-    if args.max_full_models < 1 or args.full_snapshot_steps < 1:
-        parser.error("--max-full-models and --full-snapshot-steps must be at least 1")
-    if args.max_context < 0:
-        parser.error(f"--max-context must be 0 or a number of tokens, not {args.max_context}")
-    if not 0 <= args.memory_gib <= 1e6:
-        parser.error(f"--memory-gib must be 0 or a number of GiB, not {args.memory_gib}")
-    on_host = None if args.adapter_host_gib == "auto" else _number(args.adapter_host_gib)
-    if on_host is not None and not 0 <= on_host <= 1e6:
-        parser.error(f"--adapter-host-gib must be auto, 0 or a number of GiB, not {args.adapter_host_gib}")
-    if not 0 <= args.gpu_memory_share <= 1:
-        parser.error(f"--gpu-memory-share must be a fraction, or 0, not {args.gpu_memory_share}")
-    redis_url = os.environ.get("TINSMITH_REDIS_URL", "")
-    if not redis_url and os.environ.get("RANK", "0") == "0":
-        parser.error("TINSMITH_REDIS_URL is not set")
-    device = _resolve_device(args.device)
-    if args.gpu_memory_share and device == "cpu":
-        parser.error("--gpu-memory-share is for GPUs, and this trainer computes on the CPU")
-    return TrainerConfig(
-        id=args.id,
-        first_process_index=args.first_process_index,
-        base_model=name,
-        model_path=path,
-        zero_stage=args.zero_stage,
-        sharding=sharding,
-        offload_optimizer=args.offload_optimizer,
-        max_full_models=args.max_full_models,
-        full_snapshot_steps=args.full_snapshot_steps,
+_COUNT = number(1, 10**9)
+_GIB = Kind(
+    "a number of GiB, 0 to 1000000", "GIB", lambda text: int(_decimal(text, 1e6) * 2**30), "0 to 1000000"
+)
+_SHARE = Kind("a number, 0 to 1", "X", lambda text: _decimal(text, 1), "0 to 1")
+
+# One row a flag, so that what goes together is read together.
+# fmt: off
+FLAGS: dict[str, tuple[Flag, ...]] = {
+    "this process": (
+        Flag("--id", TEXT, TrainerConfig, "id", "name of this trainer in the registry"),
+        Flag("--first-process-index", number(0, 10**6), TrainerConfig, "first_process_index",
+             "rank r is called trainer-<this + r>"),
+        Flag("--host", TEXT, TrainerConfig, "host", "address to serve gRPC on"),
+        Flag("--port", PORT, TrainerConfig, "port", "port to serve gRPC on; 0 takes a free one"),
+        Flag("--advertise-host", TEXT, TrainerConfig, "advertise_host",
+             "host name under which gateways reach this trainer"),
+        Flag("--identity", PATH, TrainerConfig, "identity",
+             "directory of ca.crt, tls.crt and tls.key: who this trainer is to gateways and samplers; only "
+             "the cluster's gateways may call it then. Empty: in the clear, for everybody who reaches it"),
+        Flag("--metrics-port", PORT, TrainerConfig, "metrics_port",
+             "port of Prometheus' /metrics of the first rank; 0 = none"),
+        Flag("--log-format", one_of(logs.FORMATS), TrainerConfig, "log_format",
+             "lines to read, or JSON objects to search"),
+        Flag("--access-log", SWITCH, TrainerConfig, "access_log", "yes: a line in the log for every call"),
+    ),
+    "models and files": (
+        Flag("--model", Kind("NAME=PATH_OR_HUB_ID", "NAME=PATH", _model), _Asked, "model",
+             "the base model; must be given"),
+        Flag("--data-dir", Kind("a directory", "PATH", _directory), TrainerConfig, "data_dir",
+             "directory shared with gateways and samplers; must be given"),
+        Flag("--checkpoint-store", Kind("a directory or a URL", "URL", check_location), TrainerConfig,
+             "checkpoint_store",
+             "directory or URL for named checkpoints and exports; empty: in DATA_DIR"),
+        Flag("--max-full-models", _COUNT, TrainerConfig, "max_full_models",
+             "models that train all weights which are held at once; idle ones make room for others"),
+        Flag("--full-snapshot-steps", _COUNT, TrainerConfig, "full_snapshot_steps",
+             "optimizer steps of such a model that a restart may have to repeat"),
+    ),
+    "how it computes": (
+        Flag("--device", one_of(("auto", "cpu", "cuda")), _Asked, "device", "where to compute"),
+        Flag("--dtype", one_of(("auto", "float32", "bfloat16")), _Asked, "dtype",
+             "auto = bfloat16 on CUDA, float32 on CPU"),
+        Flag("--zero-stage", number(0, 3), TrainerConfig, "zero_stage",
+             "ZeRO stage of the frozen base, and of models that train all weights (those have at least 1)"),
+        Flag("--zero-replica-ranks", number(1, 10**6), Sharding, "replica_ranks",
+             "with ZeRO-3: ranks in a row that hold all weights once more among themselves and gather them "
+             "from each other (hpZ), so best those of one machine; 1 = none do"),
+        Flag("--zero-prefetch-elements", _auto(number(0, 10**12)), Sharding, "prefetch_elements",
+             "with ZeRO-3: elements of weights that are gathered before they are needed; 0 = none; auto = as "
+             "many as DeepSpeed takes, 50 million"),
+        Flag("--zero-quantized-base", SWITCH, Sharding, "quantized_base",
+             "yes: with ZeRO-3, ranks hold and gather the frozen base as int8, which changes "
+             "log-probabilities"),
+        Flag("--offload-optimizer", one_of(("none", "cpu")), TrainerConfig, "offload_optimizer",
+             "cpu: models that train all weights hold their optimizer state, and step, on the CPU"),
+        Flag("--activation-checkpointing", one_of(("auto", "on", "off")), _Asked, "activation_checkpointing",
+             "on: of each block only the input is kept for the backward pass, and the rest computed again "
+             "there: the same numbers, a twentieth of the memory, up to half as much time again; auto = so "
+             "with CUDA, but for blocks whose activations find room, and off on CPU"),
+    ),
+    "lengths and memory": (
+        Flag("--micro-batch-tokens", _auto(number(1, _MOST_TOKENS)), _Asked, "micro_batch_tokens",
+             "tokens that a rank computes at once, and so what a small request may have to wait for; "
+             f"auto = {_AUTO_TOKENS['cuda']} on CUDA, {_AUTO_TOKENS['cpu']} on CPU"),
+        Flag("--max-context", number(0, 10**9), TrainerConfig, "max_context",
+             "most tokens of an example; 0 = as many as the base model takes"),
+        Flag("--memory-gib", _GIB, TrainerConfig, "memory_bytes",
+             "memory of its device that each rank may take, by which the trainer says how long examples may "
+             "be and how many adapters it holds; 0 = what the GPU has free, or its share of 3/4 of the "
+             "machine's, where on CPU a micro-batch's tokens in one example and one adapter are always let "
+             "in"),
+        Flag("--adapter-host-gib", _auto(_GIB), TrainerConfig, "adapter_host_bytes",
+             "memory of the host that each rank may take for adapters which are idle and make room for "
+             "others on the device, before they go to the disk; 0 = none; auto = a quarter of the machine's, "
+             "shared by the ranks on it, and none on CPU"),
+        Flag("--gpu-memory-share", _SHARE, TrainerConfig, "gpu_memory_share",
+             "fraction of its GPU's memory that each rank keeps to, where others are on that GPU; 0 = it "
+             "takes what is free"),
+    ),
+}
+# fmt: on
+
+
+def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> TrainerConfig:
+    """Reads flags and environment; exits with a message that tells all that is wrong."""
+    parser = flags.parser("python -m services.trainer", _ABOUT, FLAGS, environment)
+    given = flags.given(parser, FLAGS, argv)
+    asked, redis_url = given.of(_Asked), environment.get("TINSMITH_REDIS_URL", "")
+    config = given.of(TrainerConfig, sharding=given.of(Sharding), redis_url=redis_url)
+    found = [*given.mistakes, *mistakes(config.sharding, config.zero_stage)]
+    if not redis_url and environment.get("RANK", "0") == "0":
+        found.append("TINSMITH_REDIS_URL is not set")
+    device = _resolve_device(asked.device)
+    if config.gpu_memory_share and device == "cpu":
+        found.append("--gpu-memory-share is for GPUs, and this trainer computes on the CPU")
+    flags.refuse(parser, found)
+    on_gpus, checkpointing = device == "cuda", asked.activation_checkpointing
+    keeps_blocks = checkpointing == "auto" and on_gpus
+    return replace(
+        config,
+        base_model=asked.model[0],
+        model_path=asked.model[1],
         device=device,
-        dtype=("bfloat16" if device == "cuda" else "float32") if args.dtype == "auto" else args.dtype,
-        host=args.host,
-        port=args.port,
-        metrics_port=args.metrics_port,
-        log_format=args.log_format,
-        access_log=args.access_log == "yes",
-        advertise_host=args.advertise_host,
-        data_dir=args.data_dir.resolve(),
-        checkpoint_store=args.checkpoint_store,
-        micro_batch_tokens=_AUTO_TOKENS[device] if tokens == "auto" else int(tokens),
-        activation_checkpointing=args.activation_checkpointing == "on"
-        or (args.activation_checkpointing == "auto" and device == "cuda"),
-        keeps_blocks=args.activation_checkpointing == "auto" and device == "cuda",
-        max_context=args.max_context,
-        memory_bytes=int(args.memory_gib * 2**30),
-        adapter_host_bytes=None if on_host is None else int(on_host * 2**30),
-        gpu_memory_share=args.gpu_memory_share,
-        redis_url=redis_url,
-        identity=Path(args.identity),
+        dtype=("bfloat16" if on_gpus else "float32") if asked.dtype == "auto" else asked.dtype,
+        micro_batch_tokens=asked.micro_batch_tokens or _AUTO_TOKENS[device],
+        activation_checkpointing=checkpointing == "on" or keeps_blocks,
+        keeps_blocks=keeps_blocks,
     )
-
-
-def _number(text: str) -> float:
-    """What a text says, or a number that no setting takes."""
-    try:
-        return float(text)
-    except ValueError:
-        return -1.0
 
 
 def _resolve_device(wanted: str) -> str:

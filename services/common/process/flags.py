@@ -70,6 +70,7 @@ _YEARS_10 = 10 * 365 * 24 * 3600
 _PIB = 1 << 50
 
 TEXT = Kind("text", "TEXT", str)
+PATH = Kind("a path", "PATH", lambda text: Path(text) if text else Path())
 PORT = Kind("a port number, 0 to 65535", "PORT", number(0, 65535).parse, "0 to 65535")
 HTTP_URL = Kind("an http(s) URL without credentials or query", "URL", lambda text: _http_url(text))
 PROXIES = Kind("addresses or networks with commas between", "ADDRESSES", lambda text: _networks(text))
@@ -121,6 +122,8 @@ class Flag:
     @property
     def default(self) -> str:
         value = getattr(self.settings(), self.field)
+        if value is None:
+            return "auto"
         if value in ((), Path()):
             return ""
         if isinstance(value, bool):

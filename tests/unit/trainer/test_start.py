@@ -77,6 +77,14 @@ def test_senseless_flags_are_refused(flags: list[str], capsys: pytest.CaptureFix
     assert flags[0] in capsys.readouterr().err
 
 
+def test_all_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        config.parse(["--device", "cpu", "--memory-gib", "much", "--zero-quantized-base", "yes"])
+    told = capsys.readouterr().err
+    for mistaken in ("--model", "--data-dir", "--memory-gib", "--zero-quantized-base"):
+        assert mistaken in told
+
+
 @pytest.mark.parametrize(
     ("flags", "checkpoints", "keeps"),
     [
