@@ -29,7 +29,7 @@ def main() -> int:
     """Runs until a signal (exit code 0) or until the engine ends (exit code 1), unless it refuses its
     settings: exit code 2, or `process.REFUSED` when that takes looking at the model."""
     try:
-        settings = config.parse()
+        settings = config.parse(sys.argv[1:])
     except TinsmithError as error:
         print(f"sampler: {error}", file=sys.stderr)
         return 2

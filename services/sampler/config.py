@@ -5,14 +5,26 @@ Invariant: secrets come from the environment only (the Redis URL may hold a pass
 
 from __future__ import annotations
 
-import argparse
-import math
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Literal, get_args
 
 from services.common.contract.errors import InvalidRequest
+from services.common.process import flags
+from services.common.process.flags import (
+    MODEL,
+    PATH,
+    PORT,
+    SWITCH,
+    TEXT,
+    Flag,
+    Kind,
+    decimal,
+    number,
+    one_of,
+)
 from services.common.telemetry import logs
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -89,11 +101,11 @@ class SamplerConfig:
             is stuck, and this process ends to be started again.
     """
 
-    id: str
-    base_model: str
-    model_path: str
-    data_dir: Path
-    redis_url: str
+    id: str = ""
+    base_model: str = ""
+    model_path: str = ""
+    data_dir: Path = Path()
+    redis_url: str = ""
     device: Device = "auto"
     dtype: Dtype = "auto"
     host: str = "127.0.0.1"
@@ -131,162 +143,149 @@ class SamplerConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
-_RANGES: dict[str, tuple[float, float]] = {
-    "port": (0, 65535),
-    "metrics_port": (0, 65535),
-    "max_context": (0, math.inf),
-    "max_loras": (0, math.inf),
-    "snapshot_cache_gib": (0, math.inf),
-    "full_snapshot_cache_gib": (0, math.inf),
-    "kv_cache_gib": (0, math.inf),
-    "machine_samplers": (1, math.inf),
-    "gpu_memory_utilization": (0.01, 1),
-    "tensor_parallel_size": (1, math.inf),
-    "pipeline_parallel_size": (1, math.inf),
-    "max_sequences": (0, math.inf),
-    "max_batched_tokens": (0, math.inf),
-    "speculative_ngram_tokens": (0, MAX_DRAFT),
-    "drain_seconds": (0, math.inf),
-    "stall_seconds": (1, math.inf),
+@dataclass(frozen=True)
+class _Asked:
+    model: tuple[str, ...] = ()
+
+
+def _given(text: str) -> str:
+    if not text:
+        raise ValueError
+    return text
+
+
+def _rank(text: str) -> int:
+    return LORA_RANKS[[str(rank) for rank in LORA_RANKS].index(text)]
+
+
+_ABOUT = "Serves one base model and any number of its adapters with vLLM."
+_MOST = 10**9
+_COUNT, _COUNT_OR_0 = number(1, _MOST), number(0, _MOST)
+_GIB, _SECONDS = decimal(0, 10**6, "GiB"), decimal(0, _MOST, "seconds")
+
+# One row a flag, so that what goes together is read together.
+# fmt: off
+FLAGS: dict[str, tuple[Flag, ...]] = {
+    "this process": (
+        Flag("--id", Kind("a name", "TEXT", _given), SamplerConfig, "id",
+             "name of this process, for example sampler-0; must be given"),
+        Flag("--host", TEXT, SamplerConfig, "host", "address to listen on"),
+        Flag("--port", PORT, SamplerConfig, "port", "port to listen on, 0 = a free one"),
+        Flag("--advertise-host", TEXT, SamplerConfig, "advertise_host",
+             "name under which others reach this host"),
+        Flag("--identity", PATH, SamplerConfig, "identity",
+             "directory of ca.crt, tls.crt and tls.key: who this sampler is; only the cluster's gateways and "
+             "trainers may call it then. Empty: in the clear, for everybody who reaches it"),
+        Flag("--metrics-port", PORT, SamplerConfig, "metrics_port",
+             "port of Prometheus' /metrics; 0 = none"),
+        Flag("--log-format", one_of(logs.FORMATS), SamplerConfig, "log_format",
+             "lines to read, or JSON objects to search"),
+        Flag("--access-log", SWITCH, SamplerConfig, "access_log", "yes: a line in the log for every call"),
+        Flag("--drain-seconds", _SECONDS, SamplerConfig, "drain_seconds",
+             "time for running requests after SIGTERM"),
+        Flag("--stall-seconds", decimal(1, _MOST, "seconds"), SamplerConfig, "stall_seconds",
+             "time without progress after which a stuck engine ends"),
+    ),
+    "models and files": (
+        Flag("--model", MODEL, _Asked, "model",
+             "name SDK users pass, and directory or hub id; must be given"),
+        Flag("--data-dir", Kind("a directory", "PATH", lambda text: Path(_given(text))), SamplerConfig,
+             "data_dir",
+             "directory shared with gateway and trainer; must be given"),
+        Flag("--max-loras", _COUNT_OR_0, SamplerConfig, "max_loras",
+             "adapters in one engine step; 0 = adapters are not sampled"),
+        Flag("--max-lora-rank", Kind(f"one of {LORA_RANKS}", "N", _rank), SamplerConfig, "max_lora_rank",
+             f"largest adapter rank: one of {LORA_RANKS}"),
+        Flag("--snapshot-cache-gib", _GIB, SamplerConfig, "snapshot_cache_gib",
+             "host memory for adapter snapshots"),
+        Flag("--full-snapshot-cache-gib", _GIB, SamplerConfig, "full_snapshot_cache_gib",
+             "host memory for snapshots of full models"),
+    ),
+    "how it computes": (
+        Flag("--device", one_of(get_args(Device)), SamplerConfig, "device", "where to run"),
+        Flag("--dtype", one_of(get_args(Dtype)), SamplerConfig, "dtype",
+             "auto: bfloat16 on CUDA, float32 on CPU"),
+        Flag("--head-dtype", one_of(get_args(HeadDtype)), SamplerConfig, "head_dtype",
+             "float32: logits of any model"),
+        Flag("--quantization", one_of(get_args(Quantization)), SamplerConfig, "quantization",
+             "of weights; auto: as the model's files are"),
+        Flag("--model-runner", one_of(get_args(ModelRunner)), SamplerConfig, "model_runner",
+             "of vLLM; auto: v1 on a CPU or with drafts alone, else vLLM's choice"),
+        Flag("--speculative-ngram-tokens", number(0, MAX_DRAFT), SamplerConfig, "speculative_ngram_tokens",
+             "tokens drafted for each sequence and step; 0 = none"),
+        Flag("--enforce-eager", SWITCH, SamplerConfig, "enforce_eager", "yes: the model is not compiled"),
+        Flag("--routed-experts", SWITCH, SamplerConfig, "routed_experts",
+             "yes: samples may ask for them on a GPU, too, where those of all tokens are noted"),
+        Flag("--tensor-parallel-size", _COUNT, SamplerConfig, "tensor_parallel_size",
+             "GPUs that share each layer"),
+        Flag("--pipeline-parallel-size", _COUNT, SamplerConfig, "pipeline_parallel_size",
+             "stages of GPUs that share the layers among them"),
+    ),
+    "lengths and memory": (
+        Flag("--max-context", _COUNT_OR_0, SamplerConfig, "max_context",
+             "most tokens of prompt and answer; 0 = choose"),
+        Flag("--max-sequences", _COUNT_OR_0, SamplerConfig, "max_sequences",
+             "sequences generated at once; 0 = choose"),
+        Flag("--max-batched-tokens", _COUNT_OR_0, SamplerConfig, "max_batched_tokens",
+             "tokens of one engine step; 0 = choose"),
+        Flag("--kv-cache-gib", _GIB, SamplerConfig, "kv_cache_gib",
+             "memory of each worker for keys and values; 0 = choose"),
+        Flag("--machine-samplers", _COUNT, SamplerConfig, "machine_samplers",
+             "that share the memory, where that is chosen on a CPU"),
+        Flag("--kv-cache-dtype", one_of(get_args(KvCacheDtype)), SamplerConfig, "kv_cache_dtype",
+             "fp8: on CUDA, twice the room"),
+        Flag("--gpu-memory-utilization", decimal(0.01, 1), SamplerConfig, "gpu_memory_utilization",
+             "fraction of GPU memory to use"),
+    ),
 }
-"""Least and most that a number may be."""
-
-_WORDS: dict[str, tuple[str, ...]] = {
-    "device": get_args(Device),
-    "dtype": get_args(Dtype),
-    "log_format": logs.FORMATS,
-    "access_log": ("yes", "no"),
-    "kv_cache_dtype": get_args(KvCacheDtype),
-    "head_dtype": get_args(HeadDtype),
-    "quantization": get_args(Quantization),
-    "model_runner": get_args(ModelRunner),
-    "enforce_eager": ("yes", "no"),
-    "routed_experts": ("yes", "no"),
-}
-"""What a word may be."""
+# fmt: on
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m services.sampler",
-        description="Serves one base model and any number of its adapters with vLLM.",
-        epilog=f"Every flag can be given as TINSMITH_<FLAG>. Redis: {REDIS_URL_VARIABLE}.",
-    )
-
-    def flag(name: str, help_text: str, **kwargs: Any) -> None:
-        setting = name.lstrip("-").replace("-", "_")
-        default = getattr(SamplerConfig, setting, None)
-        if isinstance(default, bool):
-            default = "yes" if default else "no"
-        elif default is not None:
-            kwargs["type"] = type(default)
-        value = os.environ.get(f"TINSMITH_{setting.upper()}", default)
-        choices = _WORDS.get(setting)
-        parser.add_argument(
-            name, default=value, required=value is None, choices=choices, help=help_text, **kwargs
-        )
-
-    flag("--id", "name of this process, for example sampler-0")
-    flag("--model", "NAME=PATH: name SDK users pass, and directory or hub id", metavar="NAME=PATH")
-    flag("--data-dir", "directory shared with gateway and trainer", type=Path)
-    flag("--device", "where to run (default auto)")
-    flag("--dtype", "default auto: bfloat16 on CUDA, float32 on CPU")
-    flag("--host", "address to listen on")
-    flag("--port", "port to listen on, 0 = a free one")
-    flag(
-        "--identity",
-        "directory of ca.crt, tls.crt and tls.key: who this sampler is; only the cluster's gateways and "
-        "trainers may call it then. Empty: in the clear, for everybody who reaches it",
-    )
-    flag("--metrics-port", "port of Prometheus' /metrics; 0 = none")
-    flag("--log-format", "lines to read, or JSON objects to search")
-    flag("--access-log", "yes: a line in the log for every call")
-    flag("--advertise-host", "name under which others reach this host")
-    flag("--max-context", "most tokens of prompt and answer; 0 = choose")
-    flag("--max-loras", "adapters in one engine step; 0 = adapters are not sampled")
-    flag("--max-lora-rank", f"largest adapter rank: one of {LORA_RANKS}")
-    flag("--snapshot-cache-gib", "host memory for adapter snapshots")
-    flag("--full-snapshot-cache-gib", "host memory for snapshots of full models")
-    flag("--kv-cache-gib", "memory of each worker for keys and values; 0 = choose")
-    flag("--machine-samplers", "that share the memory, where that is chosen on a CPU")
-    flag("--kv-cache-dtype", "fp8: on CUDA, twice the room")
-    flag("--head-dtype", "float32: logits of any model")
-    flag("--quantization", "of weights; auto: as the model's files are")
-    flag("--model-runner", "of vLLM; auto: v1 on a CPU or with drafts alone, else vLLM's choice")
-    flag("--speculative-ngram-tokens", "tokens drafted for each sequence and step; 0 = none")
-    flag("--enforce-eager", "yes: the model is not compiled")
-    flag(
-        "--routed-experts", "yes: samples may ask for them on a GPU, too, where those of all tokens are noted"
-    )
-    flag("--gpu-memory-utilization", "fraction of GPU memory to use")
-    flag("--tensor-parallel-size", "GPUs that share each layer")
-    flag("--pipeline-parallel-size", "stages of GPUs that share the layers among them")
-    flag("--max-sequences", "sequences generated at once; 0 = choose")
-    flag("--max-batched-tokens", "tokens of one engine step; 0 = choose")
-    flag("--drain-seconds", "time for running requests after SIGTERM")
-    flag("--stall-seconds", "time without progress after which a stuck engine ends")
-    return parser
-
-
-def parse(argv: list[str] | None = None) -> SamplerConfig:
+def parse(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> SamplerConfig:
     """Settings from the command line and the environment.
 
     Raises:
-        SystemExit: a flag is missing or wrong (argparse).
-        InvalidRequest: a value that argparse cannot judge is wrong.
+        SystemExit: a flag has no value (argparse).
+        InvalidRequest: with all that is wrong, a line each.
     """
-    args = vars(_parser().parse_args(argv))
-    name, separator, path = cast(str, args.pop("model")).partition("=")
-    if not (name and separator and path):
-        raise InvalidRequest("--model must be NAME=PATH, for example Qwen/Qwen3-4B=/models/qwen3-4b")
-    if args["max_lora_rank"] not in LORA_RANKS:
-        raise InvalidRequest(f"--max-lora-rank is {args['max_lora_rank']}; use one of {LORA_RANKS}")
-    for setting, (low, high) in _RANGES.items():
-        if not low <= args[setting] <= high:
-            flag = "--" + setting.replace("_", "-")
-            most = "" if math.isinf(high) else f" and at most {high:g}"
-            raise InvalidRequest(f"{flag} is {args[setting]}; it must be at least {low:g}{most}")
-    for setting, words in _WORDS.items():
-        # argparse does not check a default, which the environment may have given.
-        if args[setting] not in words:
-            flag = "--" + setting.replace("_", "-")
-            raise InvalidRequest(f"{flag} is {args[setting]!r}; it must be one of {', '.join(words)}")
-    for setting in ("access_log", "enforce_eager", "routed_experts"):
-        args[setting] = args[setting] == "yes"
-    _check_together(args)
-    redis_url = os.environ.get(REDIS_URL_VARIABLE)
-    if not redis_url:
-        raise InvalidRequest(f"set {REDIS_URL_VARIABLE}, for example redis://127.0.0.1:6379/0")
-    config = SamplerConfig(base_model=name, model_path=path, redis_url=redis_url, **args)
+    parser = flags.parser("python -m services.sampler", _ABOUT, FLAGS, environment)
+    given = flags.given(parser, FLAGS, argv)
+    config = given.of(SamplerConfig, redis_url=environment.get(REDIS_URL_VARIABLE, ""))
+    found = [*given.mistakes, *_mistakes(config)]
+    if found:
+        raise InvalidRequest("\n  ".join(found))
+    base_model, model_path = given.of(_Asked).model
+    config = replace(config, base_model=base_model, model_path=model_path)
     check_device(config, config.device)
     return config
 
 
-def _check_together(args: dict[str, Any]) -> None:
-    if args["max_context"] == 1:
-        raise InvalidRequest(
-            "--max-context is 1; a prompt and its answer are 2 tokens at least, so give more"
-        )
-    step, sequences = args["max_batched_tokens"], args["max_sequences"]
+def _mistakes(config: SamplerConfig) -> Iterator[str]:
+    """What is wrong although each flag is right."""
+    if not config.redis_url:
+        yield f"set {REDIS_URL_VARIABLE}, for example redis://127.0.0.1:6379/0"
+    if config.max_context == 1:
+        yield "--max-context is 1; a prompt and its answer are 2 tokens at least, so give more"
+    step, sequences = config.max_batched_tokens, config.max_sequences
     if step and step < sequences:
-        raise InvalidRequest(
+        yield (
             f"--max-batched-tokens is {step} and --max-sequences {sequences}; a step computes a token of "
             "each sequence, so give the first at least the second"
         )
-    if args["speculative_ngram_tokens"] and args["pipeline_parallel_size"] > 1:
+    if config.speculative_ngram_tokens and config.pipeline_parallel_size > 1:
         # vLLM 0.32 would schedule the drafts of a request before it has the token that they follow.
-        raise InvalidRequest(
+        yield (
             "--speculative-ngram-tokens does not go with --pipeline-parallel-size above 1; leave one of them "
             "out"
         )
-    if args["routed_experts"] and args["pipeline_parallel_size"] > 1:
-        raise InvalidRequest(
+    if config.routed_experts and config.pipeline_parallel_size > 1:
+        yield (
             "--routed-experts does not go with --pipeline-parallel-size above 1, as a stage knows those of "
             "its own layers; leave one of them out"
         )
-    if args["quantization"] != "auto" and args["dtype"] == "float32":
-        raise InvalidRequest(
-            f"--quantization {args['quantization']} is for models in bfloat16 or float16, and --dtype says "
+    if config.quantization != "auto" and config.dtype == "float32":
+        yield (
+            f"--quantization {config.quantization} is for models in bfloat16 or float16, and --dtype says "
             "float32; leave one of them out"
         )
 

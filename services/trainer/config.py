@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from services.common.process import flags
-from services.common.process.flags import PATH, PORT, SWITCH, TEXT, Flag, Kind, number, one_of
+from services.common.process.flags import MODEL, PATH, PORT, SWITCH, TEXT, Flag, Kind, decimal, number, one_of
 from services.common.storage.location import check_location
 from services.common.telemetry import logs
 from services.common.worlds.sharding import Sharding, mistakes
@@ -114,13 +114,6 @@ class Place:
         return cls(rank, world_size, with_head=os.environ.get("GROUP_RANK", "0") == "0")
 
 
-def _model(text: str) -> tuple[str, str]:
-    name, _, path = text.partition("=")
-    if not (name and path):
-        raise ValueError
-    return name, path
-
-
 def _directory(text: str) -> Path:
     if not text:
         raise ValueError
@@ -134,17 +127,9 @@ def _auto(kind: Kind) -> Kind:
     )
 
 
-def _decimal(text: str, most: float) -> float:
-    if not 0 <= (value := float(text)) <= most:
-        raise ValueError
-    return value
-
-
 _COUNT = number(1, 10**9)
-_GIB = Kind(
-    "a number of GiB, 0 to 1000000", "GIB", lambda text: int(_decimal(text, 1e6) * 2**30), "0 to 1000000"
-)
-_SHARE = Kind("a number, 0 to 1", "X", lambda text: _decimal(text, 1), "0 to 1")
+_GIB = decimal(0, 10**6, "GiB")
+_BYTES = replace(_GIB, parse=lambda text: int(_GIB.parse(text) * 2**30))
 
 # One row a flag, so that what goes together is read together.
 # fmt: off
@@ -167,7 +152,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("--access-log", SWITCH, TrainerConfig, "access_log", "yes: a line in the log for every call"),
     ),
     "models and files": (
-        Flag("--model", Kind("NAME=PATH_OR_HUB_ID", "NAME=PATH", _model), _Asked, "model",
+        Flag("--model", MODEL, _Asked, "model",
              "the base model; must be given"),
         Flag("--data-dir", Kind("a directory", "PATH", _directory), TrainerConfig, "data_dir",
              "directory shared with gateways and samplers; must be given"),
@@ -207,16 +192,16 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              f"auto = {_AUTO_TOKENS['cuda']} on CUDA, {_AUTO_TOKENS['cpu']} on CPU"),
         Flag("--max-context", number(0, 10**9), TrainerConfig, "max_context",
              "most tokens of an example; 0 = as many as the base model takes"),
-        Flag("--memory-gib", _GIB, TrainerConfig, "memory_bytes",
+        Flag("--memory-gib", _BYTES, TrainerConfig, "memory_bytes",
              "memory of its device that each rank may take, by which the trainer says how long examples may "
              "be and how many adapters it holds; 0 = what the GPU has free, or its share of 3/4 of the "
              "machine's, where on CPU a micro-batch's tokens in one example and one adapter are always let "
              "in"),
-        Flag("--adapter-host-gib", _auto(_GIB), TrainerConfig, "adapter_host_bytes",
+        Flag("--adapter-host-gib", _auto(_BYTES), TrainerConfig, "adapter_host_bytes",
              "memory of the host that each rank may take for adapters which are idle and make room for "
              "others on the device, before they go to the disk; 0 = none; auto = a quarter of the machine's, "
              "shared by the ranks on it, and none on CPU"),
-        Flag("--gpu-memory-share", _SHARE, TrainerConfig, "gpu_memory_share",
+        Flag("--gpu-memory-share", decimal(0, 1), TrainerConfig, "gpu_memory_share",
              "fraction of its GPU's memory that each rank keeps to, where others are on that GPU; 0 = it "
              "takes what is free"),
     ),

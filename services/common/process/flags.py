@@ -55,6 +55,18 @@ def number(least: int, most: int, unit: str = "") -> Kind:
     )
 
 
+def decimal(least: float, most: float, unit: str = "") -> Kind:
+    """A number of something, which need not be whole."""
+
+    def parse(text: str) -> float:
+        if not least <= (value := float(text)) <= most:
+            raise ValueError
+        return value
+
+    of, range_ = f" of {unit}" if unit else "", f"{least:.10g} to {most:.10g}"
+    return Kind(f"a number{of}, {range_}", unit.upper() or "X", parse, range_)
+
+
 def one_of(words: Sequence[str]) -> Kind:
     """One of a few words."""
 
@@ -72,12 +84,24 @@ _PIB = 1 << 50
 TEXT = Kind("text", "TEXT", str)
 PATH = Kind("a path", "PATH", lambda text: Path(text) if text else Path())
 PORT = Kind("a port number, 0 to 65535", "PORT", number(0, 65535).parse, "0 to 65535")
+MODEL = Kind(
+    "NAME=PATH or NAME=<a hub's id>, for example Qwen/Qwen3-4B=/models/qwen3-4b",
+    "NAME=PATH",
+    lambda text: _model(text),
+)
 HTTP_URL = Kind("an http(s) URL without credentials or query", "URL", lambda text: _http_url(text))
 PROXIES = Kind("addresses or networks with commas between", "ADDRESSES", lambda text: _networks(text))
 SWITCH = Kind("yes or no", "yes|no", lambda text: ("no", "yes").index(text) == 1)
 SECONDS = number(1, _YEARS_10, "seconds")
 BYTES = number(1, _PIB, "bytes")
 BYTES_OR_0 = number(0, _PIB, "bytes")
+
+
+def _model(text: str) -> tuple[str, str]:
+    name, _, path = text.partition("=")
+    if not (name and path):
+        raise ValueError
+    return name, path
 
 
 def _networks(text: str) -> tuple[str, ...]:

@@ -73,9 +73,9 @@ def test_what_a_device_cannot_do_is_refused_when_the_device_is_known() -> None:
 @pytest.mark.parametrize(
     ("variable", "word", "refusal"),
     [
-        ("HEAD_DTYPE", "bfloat16", "--head-dtype is 'bfloat16'; it must be one of auto, float32"),
-        ("DTYPE", "float16", "--dtype is 'float16'; it must be one of auto, float32, bfloat16"),
-        ("DEVICE", "gpu", "--device is 'gpu'; it must be one of auto, cpu, cuda"),
+        ("HEAD_DTYPE", "bfloat16", "--head-dtype must be one of auto, float32, not 'bfloat16'"),
+        ("DTYPE", "float16", "--dtype must be one of auto, float32, bfloat16, not 'float16'"),
+        ("DEVICE", "gpu", "--device must be one of auto, cpu, cuda, not 'gpu'"),
     ],
 )
 def test_a_wrong_word_of_the_environment_is_refused_like_a_flags(
@@ -84,6 +84,24 @@ def test_a_wrong_word_of_the_environment_is_refused_like_a_flags(
     monkeypatch.setenv(f"TINSMITH_{variable}", word)
     with pytest.raises(InvalidRequest, match=refusal):
         config.parse(ARGUMENTS)
+
+
+def test_all_mistakes_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TINSMITH_REDIS_URL")
+    with pytest.raises(InvalidRequest) as refused:
+        config.parse(["--model", "no-path", "--port", "70000", "--kv-cache-gib", "nan", "--colour", "red"])
+    wrong = (
+        "'--colour'",
+        "'red'",
+        "--id",
+        "--port",
+        "--model",
+        "--data-dir",
+        "--kv-cache-gib",
+        "set TINSMITH_R",
+    )
+    told = refused.value.message.split("\n  ")
+    assert [line.startswith(start) for line, start in zip(told, wrong, strict=True)] == [True] * 8, told
 
 
 def test_without_redis_it_says_which_variable_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
