@@ -1,8 +1,8 @@
 """The life of a service process: its pid file, its parent, its signals, its end.
 
-Invariants: a process whose parent is gone ends too, a pid file names a process that runs, what a process of
-the cluster writes is for its user alone, and one whose work has ended is gone within seconds, so that it can
-be started again.
+Invariants: a process whose parent is gone ends too, a pid file names a process that runs or was cut off, what
+a process of the cluster writes is for its user alone, and one whose work has ended is gone within seconds, so
+that it can be started again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
-
-import uvloop
 
 from services.common.contract import variables
 from services.common.contract.errors import InvalidRequest
@@ -191,6 +189,9 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     async def begin() -> T:
         asyncio.get_running_loop().set_default_executor(_Unwaited(thread_name_prefix="asyncio"))
         return await work
+
+    # Not where only the memory of a machine is asked for, as on one that has torch and little else.
+    import uvloop
 
     return uvloop.run(begin())
 

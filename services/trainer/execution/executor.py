@@ -59,7 +59,7 @@ MAX_QUEUED_BYTES = 2 * 1024**3
 _STILL_S = 0.05
 """For so long at most operations begin without the event loop having a turn."""
 ALONE_S = 30.0
-"""For so long at most nothing else runs while an operation runs alone, or waits to: what saves or loads may
+"""For so long at most nothing else runs while one operation runs alone, or waits to: what saves or loads may
 wait for a storage for hours. What kills a trainer mostly does so at once."""
 READ_ASIDE_BYTES = 64 * 1024
 """Larger operations take longer to read than the event loop may stand still."""
@@ -338,9 +338,12 @@ class Executor:
             self.evict(model, ModelNotResident(f"model {model.model_id} was unloaded"))
 
     def _takes_long(self, operation: Operation) -> None:
-        """Nobody waits any more for a control operation that runs, nor when it is tried again."""
+        """Nobody waits any more for a control operation that runs, nor when it is tried again; and it is not
+        blamed for what others do beside it."""
+        key = operation.model_id, operation.seq_id
         operation.suspect = False
-        self._waited_for.discard((operation.model_id, operation.seq_id))
+        self._waited_for.discard(key)
+        self._crashes.acquit(key)
         self._wake.set()
 
     def _finish(self, model: Model, operation: Operation, result: OperationResult) -> None:

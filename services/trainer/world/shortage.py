@@ -75,9 +75,11 @@ class Shortage:
             if not told.tokens:
                 self._path.unlink(missing_ok=True)
             elif told.died:
-                self._write(_Told(told.tokens))
+                # In its place, for which a disk that is full has room. What breaks off there tells nothing.
+                with self._path.open("r+b") as file:
+                    file.write(msgspec.json.encode(_Told(told.tokens)))
+                    file.truncate()
         except OSError as error:
-            # A disk that is full keeps no trainer from its start.
             log.warning("could not write down that it is known what the last world ended of: %s", error)
         for unfinished in self._path.parent.glob(f"{self._path.name}.*"):
             # Of a rank that was killed while it told, or had no room on the disk.

@@ -38,10 +38,7 @@ class SampledText:
     """In the place of a DecodeStream, of which it has one."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
-        self._before = list(prompt[-_BEFORE:])
-        # Of a character that the prompt begins and a sampled token ends there is no text.
-        while self._before and _decoded(tokenizer, self._before).endswith(_NONE):
-            del self._before[-1]
+        self._before = _whole(tokenizer, prompt)
         self._held: list[int] = []
         self._stream = self._begun()
 
@@ -64,6 +61,19 @@ class SampledText:
         for one in self._held:
             self._stream.step(tokenizer, one)
         return text
+
+
+def _whole(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
+    """The prompt's last tokens, without those of a character that it begins and a sampled token ends: of that
+    there is no text. Some tokenizers have no text of any byte of a run that begins within a character, so
+    the first of them may be one of several."""
+    for more in range(_CHARACTER + 1):
+        tokens = list(prompt[-_BEFORE - more :])
+        while tokens and _decoded(tokenizer, tokens).endswith(_NONE):
+            del tokens[-1]
+        if tokens:
+            return tokens
+    return []
 
 
 def _decoded(tokenizer: Tokenizer, tokens: list[int]) -> str:

@@ -4,7 +4,8 @@ vLLM waits in each step for what XGrammar says of the next token. A small expres
 every token, like "((.{0,30}){0,60}){0,9}" (no upstream report found): all that the engine runs would stand
 still, until it counts as stuck and ends, and then the next engine that the request is sent to. Here what
 takes too long is given up: the sequence ends with its next token, as one whose constraint has a dead end, and
-says why.
+says why. To be given up a grammar must be asked by another thread, which takes as long as some quick answers
+do, so those that nothing can make ambiguous are asked directly.
 
 Invariant: a step waits for no grammar longer than its time, nor for all of them together longer than theirs,
 but for a moment for each. What was given up is asked nothing any more: its thread may be at it for long, and
@@ -13,6 +14,7 @@ nothing ends that but XGrammar.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import deque
@@ -23,7 +25,7 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
-from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, StructuredOutputOptions
 
 from services.common.process.threads import WorkerThread
 
@@ -43,16 +45,52 @@ TOO_SLOW = "tinsmith: this grammar takes too long"
 """The stop reason of a sequence whose grammar was given up."""
 
 _REMEMBERED = 256
+_REST_S = 600.0
+"""For so long a constraint of which one was given up is not tried again: it may have been the machine."""
+
+_QUICK_S = 0.05
+"""What took longer is not asked directly any more."""
+
+_AMBIGUOUS = frozenset({"anyOf", "oneOf", "allOf", "pattern", "patternProperties", "format"})
+"""Of a JSON Schema: what one text may satisfy in several ways."""
 _ANY = -1
 """Of a mask: each token of a word may come."""
 
 T = TypeVar("T")
 
 
-class _Kind:
-    """The grammars of one constraint."""
+def is_unambiguous(constraint: tuple[StructuredOutputOptions, str]) -> bool:
+    """Whether a text of a constraint has one way to be read, so that the next token takes little. Pure.
 
-    slow = False
+    Args:
+        constraint: vLLM's key of it: its kind and source.
+    """
+    option, source = constraint
+    if option != StructuredOutputOptions.JSON:
+        return False
+    left = [json.loads(source)]
+    while left:
+        schema = left.pop()
+        if isinstance(schema, dict):
+            if _AMBIGUOUS & schema.keys():
+                return False
+            left.extend(schema.values())
+        elif isinstance(schema, list):
+            left.extend(schema)
+    return True
+
+
+class _Kind:
+    """The grammars of one constraint.
+
+    Attributes:
+        direct: they are asked by the thread that wants to know.
+        rests: until when none is asked, by the monotonic clock.
+    """
+
+    def __init__(self, direct: bool) -> None:
+        self.direct = direct
+        self.rests = 0.0
 
 
 class _Thread(threading.local):
@@ -80,51 +118,60 @@ class Steps:
         """The next step asks grammars."""
         self._left = self._together
 
-    def bounded(self, constraint: Any, grammar: StructuredOutputGrammar) -> InSteps:
+    def bounded(
+        self, constraint: tuple[StructuredOutputOptions, str], grammar: StructuredOutputGrammar
+    ) -> InSteps:
         """A grammar that keeps to its time. With one that did not all of its constraint are given up, and
-        those that come later.
+        those that come in the next minutes.
 
         Args:
-            constraint: hashable; what it was made of.
+            constraint: what it was made of.
         """
-        kind = self._kinds.setdefault(constraint, _Kind())
+        kind = self._kinds.get(constraint)
+        if kind is None:
+            kind = self._kinds[constraint] = _Kind(is_unambiguous(constraint))
         return InSteps(self, kind, grammar)
 
-    def ask(self, kind: _Kind, what: Callable[[], T], otherwise: T) -> T:
+    def ask(self, grammar: InSteps, what: Callable[[], T], otherwise: T) -> T:
         """What a grammar says, or what is taken for it where it takes too long."""
-        if kind.slow:
+        kind, began = grammar.kind, time.monotonic()
+        if grammar.slow or began < kind.rests:
+            grammar.slow = True
             return otherwise
+        if kind.direct:
+            found = what()
+            kind.direct = time.monotonic() - began < _QUICK_S
+            return found
+        left = self._left
         worker = self._thread.worker = self._thread.worker or WorkerThread("grammars in steps")
-        began, asked = time.monotonic(), worker.submit(what)
+        asked = worker.submit(what)
         try:
-            for seconds in (max(_LEAST_S, min(self._seconds, self._left)), _AFTER_S):
+            for seconds in (max(_LEAST_S, min(self._seconds, left)), _AFTER_S):
                 with suppress(TimeoutError):
                     return asked.result(seconds)
         finally:
             self._left -= time.monotonic() - began
-        self._give_up(kind)
+        grammar.slow = True
+        self._thread.worker = None
+        worker.close()
+        if left >= self._seconds:
+            # Others had left it its time. As long as it is kept, its constraint is known.
+            kind.rests = time.monotonic() + _REST_S
+            self._slow.append(kind)
         return otherwise
-
-    def _give_up(self, kind: _Kind) -> None:
-        kind.slow = True
-        worker, self._thread.worker = self._thread.worker, None
-        if worker is not None:
-            worker.close()
-        # As long as it is kept, its constraint is known.
-        self._slow.append(kind)
 
 
 class InSteps(StructuredOutputGrammar):
-    """In the place of vLLM's grammar of one sequence."""
+    """In the place of vLLM's grammar of one sequence.
+
+    Attributes:
+        slow: it was given up.
+    """
 
     def __init__(self, steps: Steps, kind: _Kind, of: StructuredOutputGrammar) -> None:
-        self._steps, self._kind, self._of = steps, kind, of
+        self._steps, self.kind, self._of = steps, kind, of
         self._mask: torch.Tensor | None = None
-
-    @property
-    def slow(self) -> bool:
-        """Whether it was given up."""
-        return self._kind.slow
+        self.slow = False
 
     def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
         """Where it was given up any token may come, which `accept_tokens` refuses."""
@@ -132,23 +179,23 @@ class InSteps(StructuredOutputGrammar):
         if self._mask is None:
             self._mask = torch.full_like(bitmask[:1], _ANY)
         fill = partial(self._of.fill_bitmask, self._mask, 0)
-        self._steps.ask(self._kind, fill, None)
+        self._steps.ask(self, fill, None)
         if self.slow:
             bitmask[batch_index].fill_(_ANY)
         else:
             bitmask[batch_index].copy_(self._mask[0])
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        return self._steps.ask(self._kind, partial(self._of.accept_tokens, request_id, tokens), False)
+        return self._steps.ask(self, partial(self._of.accept_tokens, request_id, tokens), False)
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
-        return self._steps.ask(self._kind, partial(self._of.validate_tokens, tokens), [])
+        return self._steps.ask(self, partial(self._of.validate_tokens, tokens), [])
 
     def rollback(self, num_tokens: int) -> None:
-        self._steps.ask(self._kind, partial(self._of.rollback, num_tokens), None)
+        self._steps.ask(self, partial(self._of.rollback, num_tokens), None)
 
     def is_terminated(self) -> bool:
         return not self.slow and self._of.is_terminated()
 
     def reset(self) -> None:
-        self._steps.ask(self._kind, self._of.reset, None)
+        self._steps.ask(self, self._of.reset, None)

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, StructuredOutputOptions
 
 from services.common.contract.errors import InvalidRequest
 from services.sampler.engine import answers
 from services.sampler.engine.grammars import core
-from services.sampler.engine.grammars.steps import TOO_SLOW, Steps
+from services.sampler.engine.grammars.steps import TOO_SLOW, Steps, is_unambiguous
 from services.sampler.engine.sampling import Constraint
 
 ALLOWED, ANY = 0b1010, -1
+JSON, REGEX = StructuredOutputOptions.JSON, StructuredOutputOptions.REGEX
+A, B = (REGEX, "a"), (REGEX, "b")
 
 
 class Grammar(StructuredOutputGrammar):
@@ -56,7 +58,7 @@ class Grammar(StructuredOutputGrammar):
 
 def test_a_grammar_that_keeps_to_its_time_says_what_it_says() -> None:
     own = Grammar()
-    grammar, masks = Steps(30).bounded("a", own), torch.zeros(3, 2, dtype=torch.int32)
+    grammar, masks = Steps(30).bounded(A, own), torch.zeros(3, 2, dtype=torch.int32)
     grammar.fill_bitmask(masks, 1)
     assert masks.tolist() == [[0, 0], [ALLOWED] * 2, [0, 0]]
     assert [grammar.accept_tokens("r", tokens) for tokens in ([1], [9])] == [True, False]
@@ -70,7 +72,7 @@ def test_a_grammar_that_keeps_to_its_time_says_what_it_says() -> None:
 def test_what_takes_too_long_is_given_up_with_all_of_its_constraint_and_no_other(slow: str) -> None:
     steps, masks = Steps(0.2), torch.zeros(1, 2, dtype=torch.int32)
     own = Grammar(slow)
-    grammar, twin, other = steps.bounded("a", own), steps.bounded("a", Grammar()), Grammar()
+    grammar, twin, other = steps.bounded(A, own), steps.bounded(A, Grammar()), Grammar()
     began = time.monotonic()
     try:
         for _ in range(5):
@@ -88,9 +90,9 @@ def test_what_takes_too_long_is_given_up_with_all_of_its_constraint_and_no_other
     assert own.asked.count(slow) == 1
     del grammar, twin
     later = Grammar()
-    assert not steps.bounded("a", later).accept_tokens("r", [1])
+    assert not steps.bounded(A, later).accept_tokens("r", [1])
     assert later.asked == []
-    assert steps.bounded("b", other).accept_tokens("r", [1])
+    assert steps.bounded(B, other).accept_tokens("r", [1])
 
 
 def test_grammars_that_together_take_too_long_for_a_step_are_given_up() -> None:
@@ -99,18 +101,69 @@ def test_grammars_that_together_take_too_long_for_a_step_are_given_up() -> None:
             time.sleep(0.4)
 
     steps = Steps(30, together=1.0)
-    quick = steps.bounded("quick", Grammar())
-    several = [steps.bounded(number, Slow()) for number in range(6)]
+    quick = steps.bounded((REGEX, "quick"), Grammar())
+    several = [steps.bounded((REGEX, str(number)), Slow()) for number in range(6)]
     for each in several[:2]:
         assert each.accept_tokens("r", [1])
     steps.begin()
     assert [each.accept_tokens("r", [1]) for each in several] == [True, True, *[False] * 4]
     assert quick.accept_tokens("r", [1])
+    # Those of the others' constraints are not: they had no time of their own.
+    steps.begin()
+    assert [each.accept_tokens("r", [1]) for each in several[2:]] == [False] * 4
+    assert steps.bounded((REGEX, "5"), Grammar()).accept_tokens("r", [1])
+
+
+def test_a_constraint_is_tried_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, steps = Grammar("accept"), Steps(0.1)
+    grammar = steps.bounded(A, own)
+    assert not grammar.accept_tokens("r", [1])
+    own.over.set()
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 590)
+    assert not steps.bounded(A, Grammar()).accept_tokens("r", [1])
+    monkeypatch.setattr(time, "monotonic", lambda: now + 610)
+    assert steps.bounded(A, Grammar()).accept_tokens("r", [1])
+    # Its thread may be at it yet.
+    assert not grammar.accept_tokens("r", [1])
+
+
+def test_a_grammar_that_nothing_makes_ambiguous_is_asked_by_who_wants_to_know_until_it_takes_long() -> None:
+    class Told(Grammar):
+        def _take(self, what: str) -> None:
+            threads.append(threading.current_thread())
+            time.sleep(0.1 if what == "accept" else 0)
+
+    threads: list[threading.Thread] = []
+    grammar = Steps(30).bounded((JSON, '{"type": "integer"}'), Told())
+    for _ in range(2):
+        grammar.validate_tokens([1])
+        assert grammar.accept_tokens("r", [1])
+    own = threading.current_thread()
+    assert [thread is own for thread in threads] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("constraint", "unambiguous"),
+    [
+        ((REGEX, "a"), False),
+        ((StructuredOutputOptions.JSON_OBJECT, ""), False),
+        ((JSON, "true"), True),
+        ((JSON, '{"type": "object", "properties": {"a": {"type": "array", "items": {}}}}'), True),
+        ((JSON, '{"properties": {"a": {"enum": [1, {"b": 2}]}}}'), True),
+        ((JSON, '{"properties": {"a": {"type": "string", "\\u0070attern": "(a*)*"}}}'), False),
+        ((JSON, '{"items": [{"anyOf": [{}, {}]}]}'), False),
+    ],
+)
+def test_a_schema_is_unambiguous_without_choices_and_patterns(
+    constraint: tuple[StructuredOutputOptions, str], unambiguous: bool
+) -> None:
+    assert is_unambiguous(constraint) is unambiguous
 
 
 def test_a_sequence_that_ends_so_says_why() -> None:
     own = Grammar("accept")
-    grammar = Steps(0.1).bounded("a", own)
+    grammar = Steps(0.1).bounded(A, own)
     asked = SimpleNamespace(structured_output_request=SimpleNamespace(grammar=grammar), stop_reason=None)
 
     class Manager:

@@ -33,6 +33,17 @@ def of_words() -> Tokenizer:
     return tokenizer
 
 
+def of_words_and_bytes() -> Tokenizer:
+    """A token for a word and for each byte. Bytes that are no text together have none at all."""
+    vocabulary = {"none": 0, "▁one": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="none"))
+    strip = decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    )
+    return tokenizer
+
+
 TOKENIZER = of_bytes()
 
 
@@ -82,6 +93,14 @@ def test_a_word_after_the_prompt_has_the_space_that_it_begins_with() -> None:
     words = of_words()
     text = SampledText(words, [1, 2])
     assert [text.step(words, token) for token in (3, 4)] == [" three", " four"]
+
+
+@pytest.mark.parametrize("character", ["é", "世", "🙂"])
+def test_a_word_after_many_bytes_has_its_space_wherever_the_last_of_them_begin(character: str) -> None:
+    tokenizer = of_words_and_bytes()
+    for before in range(4):
+        held = [2 + byte for byte in (character * 20 + "a" * before).encode()]
+        assert SampledText(tokenizer, [1, *held]).step(tokenizer, 1) == " one"
 
 
 def test_bytes_that_are_no_character_are_not_kept_until_there_is_one() -> None:
