@@ -59,7 +59,7 @@ def test_ranks_that_do_not_take_their_flags_end_their_agent_with_their_status() 
         check=False,
     )
     assert ended.returncode == 2
-    assert "invalid choice: 'tpu'" in ended.stderr
+    assert "--device must be one of auto, cpu, cuda, not 'tpu'" in ended.stderr
     said = [json.loads(line) for line in ended.stderr.splitlines() if line.startswith("{")]
     assert {each["process"] for each in said if each["message"].endswith("ended with status 2")} == {"node-0"}
 
