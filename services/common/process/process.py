@@ -203,7 +203,7 @@ def exit_after(main: Callable[[], int]) -> NoReturn:
     try:
         status = main()
     except SystemExit as asked:
-        status = asked.code if isinstance(asked.code, int) else status
+        status = 0 if asked.code is None else asked.code if isinstance(asked.code, int) else status
         raise
     finally:
         watchdog = threading.Timer(_EXIT_S, lambda: os._exit(status))

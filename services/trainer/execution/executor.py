@@ -338,12 +338,10 @@ class Executor:
             self.evict(model, ModelNotResident(f"model {model.model_id} was unloaded"))
 
     def _takes_long(self, operation: Operation) -> None:
-        """Nobody waits any more for a control operation that runs, nor when it is tried again; and it is not
-        blamed for what others do beside it."""
-        key = operation.model_id, operation.seq_id
+        """Nobody waits any more for a control operation that runs, nor when it is tried again. It stays to
+        blame with who runs beside it: one that kills a trainer late would never be given up else."""
         operation.suspect = False
-        self._waited_for.discard(key)
-        self._crashes.acquit(key)
+        self._waited_for.discard((operation.model_id, operation.seq_id))
         self._wake.set()
 
     def _finish(self, model: Model, operation: Operation, result: OperationResult) -> None:

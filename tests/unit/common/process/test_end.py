@@ -22,7 +22,14 @@ process.exit_after(lambda: process.run(work()))
 
 
 @pytest.mark.parametrize(
-    ("ends", "status"), [("return 3", 3), ("raise ValueError('it broke')", 1), ("raise SystemExit(5)", 5)]
+    ("ends", "status"),
+    [
+        ("return 3", 3),
+        ("raise ValueError('it broke')", 1),
+        ("raise SystemExit(5)", 5),
+        ("raise SystemExit", 0),
+        ("raise SystemExit('it broke')", 1),
+    ],
 )
 def test_a_service_ends_though_a_thread_waits_for_a_file(ends: str, status: int) -> None:
     program = textwrap.dedent(HANGS).format(ends=ends)
