@@ -13,12 +13,11 @@ import torch
 from tests.cluster import batches
 from tests.cluster.conftest import BASE_MODEL, CONTEXT, Cluster
 from tests.cluster.contract.test_grpc import Session, tensor
-from tests.reference import KeptReference, Reference
+from tests.reference import KeptReference, Reference, check_logprobs
 from tinsmith.v1 import checkpoints_pb2, models_pb2, results_pb2, sampling_pb2, service_pb2_grpc
 
 PROMPT = batches.tokens(41, 12)
 LONG = CONTEXT - len(PROMPT)
-TOLERANCE = 1e-4
 
 
 class Rollouts:
@@ -104,7 +103,7 @@ def check_spans(
         judge = judged(cluster, model, span.version)
         forced = judge.sequence_logprobs(PROMPT + tokens)[len(PROMPT) - 1 :]
         own = slice(start, start + span.tokens)
-        torch.testing.assert_close(told[own], forced[own], atol=TOLERANCE, rtol=0)
+        check_logprobs(told[own], forced[own])
         start += span.tokens
     assert start == len(tokens)
     return spans
@@ -153,7 +152,7 @@ def check_kept_spans(cluster: Cluster, model: str, sequence: sampling_pb2.Sample
         place += span.tokens
     rows = KeptReference(judges).distribution(PROMPT + tokens, starts)[len(PROMPT) - 1 : -1]
     forced = rows.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
-    torch.testing.assert_close(told, forced, atol=TOLERANCE, rtol=0)
+    check_logprobs(told, forced)
 
 
 @pytest.mark.parametrize("full", [False, True])

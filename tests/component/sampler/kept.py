@@ -7,10 +7,8 @@ from collections.abc import Callable
 import torch
 
 from tests.component.sampler.process import floats, int32, ints
-from tests.reference import KeptReference, Reference
+from tests.reference import KeptReference, Reference, check_logprobs
 from tinsmith.v1 import sampling_pb2
-
-TOLERANCE = 1e-4
 
 Judge = Callable[[int], Reference]
 
@@ -38,8 +36,8 @@ def check_kept(judge: Judge, tokens: list[int], sequence: sampling_pb2.SampledSe
         known = sampling_pb2.SampledSequence(tokens=int32(sampled[:end]), versions=sequence.versions[:count])
         rows = computed(judge, known, tokens)[len(tokens) - 1 + start : len(tokens) - 1 + end]
         own = torch.tensor(sampled[start:end]).unsqueeze(1)
-        torch.testing.assert_close(found[start:end], rows.gather(1, own).squeeze(1), atol=TOLERANCE, rtol=0)
+        check_logprobs(found[start:end], rows.gather(1, own).squeeze(1))
         if k:
             likely = floats(sequence.topk_logprobs.logprobs).view(len(sampled), k)[start:end]
-            torch.testing.assert_close(likely, rows.topk(k).values, atol=TOLERANCE, rtol=0)
+            check_logprobs(likely, rows.topk(k).values)
     assert end == len(sampled) == len(found)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-import torch
 
 from services.common import weights
 from tests.component.sampler.process import (
@@ -27,14 +26,12 @@ from tests.component.sampler.process import (
     until_running,
     write_snapshot,
 )
-from tests.reference import Reference
+from tests.reference import Reference, check_logprobs
 from tinsmith.internal.v1 import sampler_pb2
 
 GLOO = sampler_pb2.WEIGHT_MEDIUM_GLOO
 
 pytestmark = pytest.mark.heavy
-
-TOLERANCE = 1e-4
 
 
 async def test_a_broadcast_snapshot_serves_while_running_generations_go_on_undisturbed(
@@ -60,13 +57,11 @@ async def test_a_broadcast_snapshot_serves_while_running_generations_go_on_undis
     assert sampler_pb2.Snapshot(model_id=MODEL_ID, version=100) in (await status(stub)).resident
     arrived = Reference(sampler.model_dir, write_snapshot(tmp_path / "peft", tensors, 32))
     expected = arrived.sequence_logprobs(prompt(61, 40))
-    torch.testing.assert_close(floats(result.prompt_logprobs)[1:], expected, atol=TOLERANCE, rtol=0)
+    check_logprobs(floats(result.prompt_logprobs)[1:], expected)
     for version, task in zip((0, 1), running, strict=True):
         sequence = (await task).sequences[0]
         tokens = prompt(60, 10) + ints(sequence.tokens)
-        torch.testing.assert_close(
-            floats(sequence.logprobs), judge(version).sequence_logprobs(tokens)[9:], atol=TOLERANCE, rtol=0
-        )
+        check_logprobs(floats(sequence.logprobs), judge(version).sequence_logprobs(tokens)[9:])
     group.abort()
 
 
@@ -108,5 +103,5 @@ async def test_a_group_that_never_comes_together_is_given_up_and_a_new_one_works
     result = await sample(stub, request(prompt(70, HIDDEN), 102, scores=True))
     arrived = Reference(sampler.model_dir, write_snapshot(tmp_path / "peft", tensors, 8))
     expected = arrived.sequence_logprobs(prompt(70, HIDDEN))
-    torch.testing.assert_close(floats(result.prompt_logprobs)[1:], expected, atol=TOLERANCE, rtol=0)
+    check_logprobs(floats(result.prompt_logprobs)[1:], expected)
     group.abort()

@@ -20,7 +20,7 @@ from tests.component.sampler.process import (
     request,
     sample,
 )
-from tests.reference import Reference
+from tests.reference import Reference, check_logprobs
 
 pytestmark = pytest.mark.heavy
 
@@ -77,7 +77,7 @@ async def test_prompts_and_what_is_sampled_have_the_reference_s_log_probabilitie
                 whole = ints(asked.prompt) + ints(sequence.tokens)
                 found = torch.cat([floats(result.prompt_logprobs)[1:], floats(sequence.logprobs)])
                 expected = models[version].sequence_logprobs(whole)
-                torch.testing.assert_close(found, expected, atol=1e-4, rtol=2e-5)
+                check_logprobs(found, expected)
 
 
 def test_what_is_not_to_be_compiled_is_not(sampler: Sampler, tmp_path: Path) -> None:

@@ -27,13 +27,12 @@ from tests.component.sampler.process import (
     sample,
 )
 from tests.component.sampler.test_sampled_logprobs import check_sampled_logprobs
-from tests.reference import Reference
+from tests.reference import Reference, check_logprobs
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 from tinsmith.v1 import sampling_pb2
 
 pytestmark = [pytest.mark.heavy, pytest.mark.long]
 
-TOLERANCE = 1e-4
 DRAFT, NGRAM = 4, 5
 ADAPTER, FULL = 1, 9
 STOP = sampling_pb2.STOP_REASON_STOP
@@ -154,14 +153,12 @@ async def check_log_probabilities(drafts: sampler_pb2_grpc.SamplerServiceStub, j
             whole = ints(each.prompt) + ints(sequence.tokens)
             own = model.distribution(whole)[start - 1 : -1].detach()
             sampled = own.gather(1, torch.tensor(ints(sequence.tokens))[:, None])[:, 0]
-            torch.testing.assert_close(floats(sequence.logprobs), sampled, atol=TOLERANCE, rtol=2e-5)
+            check_logprobs(floats(sequence.logprobs), sampled)
             likely = floats(sequence.topk_logprobs.logprobs).view(-1, 2)
-            torch.testing.assert_close(likely, own.topk(2).values, atol=TOLERANCE, rtol=2e-5)
+            check_logprobs(likely, own.topk(2).values)
         if each.prompt_logprobs:
             expected = model.sequence_logprobs(ints(each.prompt))
-            torch.testing.assert_close(
-                floats(result.prompt_logprobs)[1:], expected, atol=TOLERANCE, rtol=2e-5
-            )
+            check_logprobs(floats(result.prompt_logprobs)[1:], expected)
 
 
 async def test_without_a_seed_a_draft_makes_no_token_more_likely(drafts, judge) -> None:
@@ -244,7 +241,7 @@ async def test_a_full_model_and_the_base_model_after_it_answer_as_the_reference(
         (made,) = result.sequences
         expected = model.sequence_logprobs(tokens + ints(made.tokens))
         found = torch.cat([floats(result.prompt_logprobs)[1:], floats(made.logprobs)])
-        torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=2e-5)
+        check_logprobs(found, expected)
 
 
 async def test_how_much_it_drafts_is_announced(drafting: Sampler) -> None:

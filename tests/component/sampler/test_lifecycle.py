@@ -14,7 +14,6 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
-import torch
 
 from services.common.contract.errors import Unavailable
 from services.common.process import rpc
@@ -32,7 +31,7 @@ from tests.component.sampler.process import (
     request,
     wait_ready,
 )
-from tests.reference import Reference
+from tests.reference import Reference, check_logprobs
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 from tinsmith.v1 import sampling_pb2
 
@@ -88,7 +87,7 @@ async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(
         tokens = ints(sequence.tokens)
         assert (len(tokens), sequence.stop_reason) == (500, sampling_pb2.STOP_REASON_LENGTH)
     expected = judge.sequence_logprobs([5, 6, 7, *tokens])[2:]
-    torch.testing.assert_close(floats(sequence.logprobs), expected, atol=1e-4, rtol=0)
+    check_logprobs(floats(sequence.logprobs), expected)
     assert await asyncio.to_thread(sampler.process.wait, 120) == 0, sampler.log.read_text()[-3000:]
     assert gone(family)
     assert not (sampler.data_dir.run / "sampler-0.pid").exists()

@@ -23,13 +23,13 @@ from tests.component.sampler.process import (
     request,
     sample,
 )
+from tests.reference import check_logprobs
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 from tinsmith.v1 import sampling_pb2
 
 pytestmark = pytest.mark.heavy
 
 CANCELLED, LENGTH = sampling_pb2.STOP_REASON_CANCELLED, sampling_pb2.STOP_REASON_LENGTH
-TOLERANCE = 1e-4
 FULL = (301, 302, 303)
 COPY = 3
 """How much later a copy of a version is."""
@@ -108,10 +108,10 @@ def check_segments(judge, tokens: list[int], sequence: sampling_pb2.SampledSeque
         rows = distribution[len(tokens) - 1 + start : len(tokens) - 1 + start + count]
         own = torch.tensor(sampled[start : start + count]).unsqueeze(1)
         expected = rows.gather(1, own).squeeze(1)
-        torch.testing.assert_close(found[start : start + count], expected, atol=TOLERANCE, rtol=0)
+        check_logprobs(found[start : start + count], expected)
         if k:
             likely = floats(sequence.topk_logprobs.logprobs).view(len(sampled), k)[start : start + count]
-            torch.testing.assert_close(likely, rows.topk(k).values, atol=TOLERANCE, rtol=0)
+            check_logprobs(likely, rows.topk(k).values)
         start += count
 
 
@@ -145,7 +145,7 @@ async def test_every_segment_of_a_moved_generation_is_what_its_own_weights_give(
         assert (sequence.stop_reason, len(ints(sequence.tokens))) == (LENGTH, 490)
         check_segments(judge, tokens, sequence, 2)
     expected = judge(versions[0]).sequence_logprobs(tokens)
-    torch.testing.assert_close(floats(result.prompt_logprobs)[1:], expected, atol=TOLERANCE, rtol=0)
+    check_logprobs(floats(result.prompt_logprobs)[1:], expected)
 
 
 async def bring(stub: sampler_pb2_grpc.SamplerServiceStub, *versions: int) -> None:
@@ -178,7 +178,7 @@ async def test_every_segment_of_a_generation_that_keeps_keys_and_values_is_what_
         with pytest.raises(AssertionError):
             check_segments(judge, tokens, sequence)
     expected = judge(versions[0]).sequence_logprobs(tokens)
-    torch.testing.assert_close(floats(result.prompt_logprobs)[1:], expected, atol=TOLERANCE, rtol=0)
+    check_logprobs(floats(result.prompt_logprobs)[1:], expected)
 
 
 async def moved(stub, wanted: Iterable[sampler_pb2.SampleRequest], to: int, after: int) -> Moved:
@@ -217,7 +217,7 @@ async def test_keys_and_values_that_were_kept_are_found_by_nobody_else_and_those
         found[version] = again.prompt_cache_hit_tokens
         expected = float(judge(version).distribution(whole)[-1].detach().max())
         differ[version] = abs(float(floats(again.sequences[0].logprobs)[0]) - expected)
-    assert max(differ.values()) < TOLERANCE, (differ, found, first)
+    assert max(differ.values()) < 1e-4, (differ, found, first)
     # Whole blocks are found.
     assert 0 < found[former] <= first, (found, first)
     assert found[newer] == 0
@@ -279,7 +279,7 @@ async def test_generations_of_all_weights_keep_their_keys_and_values_once_those_
         (made,) = result.sequences
         check_kept(judge, ints(wanted.prompt), made)
         scores = judge(old).sequence_logprobs(ints(wanted.prompt))
-        torch.testing.assert_close(floats(result.prompt_logprobs)[1:], scores, atol=TOLERANCE, rtol=0)
+        check_logprobs(floats(result.prompt_logprobs)[1:], scores)
         kept = [(span.version, span.kv_kept) for span in made.versions]
         # The last one is over before.
         assert kept == ([(old, False)] if wanted is moving[-1] else [(old, False), (new, True)])
@@ -337,5 +337,5 @@ async def test_what_is_kept_of_an_ended_generation_goes_on_where_it_was(stub, ju
     rows = distribution[len(tokens) - 1 : -1]
     chosen = torch.tensor(kept + ints(further.tokens)).unsqueeze(1)
     told = torch.cat([floats(part.logprobs), floats(further.logprobs)])
-    torch.testing.assert_close(told, rows.gather(1, chosen).squeeze(1), atol=TOLERANCE, rtol=0)
-    torch.testing.assert_close(told, rows.max(1).values, atol=TOLERANCE, rtol=0)
+    check_logprobs(told, rows.gather(1, chosen).squeeze(1))
+    check_logprobs(told, rows.max(1).values)

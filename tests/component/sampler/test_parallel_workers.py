@@ -32,13 +32,12 @@ from tests.component.sampler.process import (
     write_full,
     write_snapshot,
 )
-from tests.reference import Reference
+from tests.reference import Reference, check_logprobs
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 from tinsmith.v1 import sampling_pb2, types_pb2
 
 pytestmark = [pytest.mark.heavy, pytest.mark.long]
 
-TOLERANCE = 1e-4
 STORED, FULL, BROADCAST, STRANGE, HALF, NEWER = 1, 2, 3, 4, 5, 6
 SLICES, STAGES, BOTH = (2, 1), (1, 2), (2, 2)
 """(tensor parallel, pipeline parallel)"""
@@ -80,7 +79,7 @@ async def check(
     sequence = result.sequences[0]
     expected = judge.sequence_logprobs(prompt(version, length) + ints(sequence.tokens))
     found = torch.cat([floats(result.prompt_logprobs)[1:], floats(sequence.logprobs)])
-    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+    check_logprobs(found, expected)
 
 
 async def test_several_workers_answer_as_the_reference_from_store_and_from_wire(

@@ -24,7 +24,7 @@ from tests.component.sampler.process import (
     request,
     sample,
 )
-from tests.reference import Reference
+from tests.reference import Reference, check_logprobs
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 from tinsmith.v1 import sampling_pb2
 
@@ -82,7 +82,7 @@ async def test_what_was_begun_again_has_the_scores_and_the_tokens_that_it_has_al
         tokens = ints(wanted.prompt)
         expected = models[wanted.snapshot.version].sequence_logprobs(tokens + ints(made.tokens))
         found = torch.cat([floats(result.prompt_logprobs)[1:], floats(made.logprobs)])
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=2e-5)
+        check_logprobs(found, expected)
 
 
 @pytest.mark.parametrize(("old", "new"), [(ADAPTER, NEWER), (FULL, NEWER_FULL)])

@@ -30,7 +30,7 @@ from tests.component.sampler.process import (
 )
 from tests.component.sampler.test_moves import Told
 from tests.component.sampler.test_preemption import preempted
-from tests.reference import Reference
+from tests.reference import Reference, check_logprobs
 from tests.unit.trainer.compute.architectures import config_of, random_model
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 from tinsmith.v1 import sampling_pb2
@@ -108,9 +108,7 @@ class Judge:
             differ = (found != expected).any(-1)
             assert not differ.any() or (self.nearest < 1e-4 and differ.mean() < 0.01)
             logprobs = self.reference.sequence_logprobs([*read, ints(sequence.tokens)[-1]])
-            torch.testing.assert_close(
-                floats(sequence.logprobs), logprobs[len(ints(wanted.prompt)) - 1 :], atol=1e-4, rtol=2e-5
-            )
+            check_logprobs(floats(sequence.logprobs), logprobs[len(ints(wanted.prompt)) - 1 :])
 
 
 @pytest.fixture(scope="module")

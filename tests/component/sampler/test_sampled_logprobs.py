@@ -20,12 +20,12 @@ from tests.component.sampler.process import (
     request,
     sample,
 )
+from tests.reference import check_logprobs
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 from tinsmith.v1 import sampling_pb2
 
 pytestmark = pytest.mark.heavy
 
-TOLERANCE, SHARE = 1e-4, 2e-5
 K, LETTERS = 4, (64, 65, 66, 67)
 EOS = sampling_pb2.StopCondition(model_eos={})
 LETTERS_LONG = 12
@@ -80,9 +80,7 @@ async def check_sampled_logprobs(stub: sampler_pb2_grpc.SamplerServiceStub, judg
     for wanted, mine, own in zip(asking, results[: len(asking)], results[len(asking) :], strict=True):
         model = judge(wanted.snapshot.version)
         tokens = ints(wanted.prompt)
-        torch.testing.assert_close(
-            floats(mine.prompt_logprobs)[1:], model.sequence_logprobs(tokens), atol=TOLERANCE, rtol=SHARE
-        )
+        check_logprobs(floats(mine.prompt_logprobs)[1:], model.sequence_logprobs(tokens))
         for sequence, other in zip(mine.sequences, own.sequences, strict=True):
             sampled = ints(sequence.tokens)
             assert ints(other.tokens) == sampled
@@ -127,13 +125,11 @@ def _left(before: list[int], tokenizer, vocabulary: int) -> list[int]:
 
 def _check(sequence: sampling_pb2.SampledSequence, expected: torch.Tensor) -> None:
     sampled = torch.tensor(ints(sequence.tokens))[:, None]
-    torch.testing.assert_close(
-        floats(sequence.logprobs), expected.gather(1, sampled)[:, 0], atol=TOLERANCE, rtol=SHARE
-    )
+    check_logprobs(floats(sequence.logprobs), expected.gather(1, sampled)[:, 0])
     ids = torch.tensor(ints(sequence.topk_logprobs.token_ids)).view(-1, K)
     told = floats(sequence.topk_logprobs.logprobs).view(-1, K)
     likely = expected.topk(K).values
     empty = likely.isneginf()
-    torch.testing.assert_close(told, likely.masked_fill(empty, -99999.0), atol=TOLERANCE, rtol=SHARE)
+    check_logprobs(told, likely.masked_fill(empty, -99999.0))
     assert not ids[empty].any()
-    torch.testing.assert_close(expected.gather(1, ids)[~empty], likely[~empty], atol=TOLERANCE, rtol=SHARE)
+    check_logprobs(expected.gather(1, ids)[~empty], likely[~empty])

@@ -29,17 +29,13 @@ from tests.component.sampler.process import (
     until_running,
     write_snapshot,
 )
-from tests.reference import Reference
+from tests.reference import Reference, check_logprobs
 from tinsmith.internal.v1 import sampler_pb2
 from tinsmith.v1 import sampling_pb2, types_pb2
 
 pytestmark = pytest.mark.heavy
 
 STOP, LENGTH = sampling_pb2.STOP_REASON_STOP, sampling_pb2.STOP_REASON_LENGTH
-TOLERANCE = 1e-4
-SHARE = 2e-5
-"""Of a log-probability of a prompt's token, as well: an adapter of these tests makes some of -13, and which
-kernels a CPU has decides over 1e-5 of that."""
 
 
 async def test_sampled_logprobs_are_the_models_at_any_temperature(stub, judge) -> None:
@@ -50,7 +46,7 @@ async def test_sampled_logprobs_are_the_models_at_any_temperature(stub, judge) -
         for sequence in result.sequences:
             tokens = prompt(1, 20) + ints(sequence.tokens)
             expected = judge(version).sequence_logprobs(tokens)[19:]
-            torch.testing.assert_close(floats(sequence.logprobs), expected, atol=TOLERANCE, rtol=0)
+            check_logprobs(floats(sequence.logprobs), expected)
 
 
 async def test_greedy_decoding_takes_the_most_likely_token_and_repeats_itself(stub, judge) -> None:
@@ -76,21 +72,16 @@ def check_scores(judge: Reference, tokens: list[int], result: sampling_pb2.Sampl
     scores = floats(result.prompt_logprobs)
     assert math.isnan(scores[0])
     distribution = judge.distribution(tokens).detach()
-    torch.testing.assert_close(scores[1:], judge.sequence_logprobs(tokens), atol=TOLERANCE, rtol=SHARE)
+    check_logprobs(scores[1:], judge.sequence_logprobs(tokens))
     ids = torch.tensor(ints(result.topk_prompt_logprobs.token_ids)).view(len(tokens), 4)
     logprobs = floats(result.topk_prompt_logprobs.logprobs).view(len(tokens), 4)
     assert ids[0].tolist() == [0] * 4 and logprobs[0].tolist() == [-99999.0] * 4
     expected = distribution[:-1].topk(4)
-    torch.testing.assert_close(logprobs[1:], expected.values, atol=TOLERANCE, rtol=SHARE)
-    torch.testing.assert_close(
-        distribution[:-1].gather(1, ids[1:].long()), logprobs[1:], atol=TOLERANCE, rtol=SHARE
-    )
+    check_logprobs(logprobs[1:], expected.values)
+    check_logprobs(distribution[:-1].gather(1, ids[1:].long()), logprobs[1:])
     sampled = ints(result.sequences[0].tokens)
-    torch.testing.assert_close(
-        floats(result.sequences[0].logprobs),
-        judge.sequence_logprobs(tokens + sampled)[len(tokens) - 1 :],
-        atol=TOLERANCE,
-        rtol=SHARE,
+    check_logprobs(
+        floats(result.sequences[0].logprobs), judge.sequence_logprobs(tokens + sampled)[len(tokens) - 1 :]
     )
 
 
@@ -102,7 +93,7 @@ async def test_more_adapters_than_slots_are_served_side_by_side(stub, judge) -> 
     for i, (version, result) in enumerate(zip(versions, results, strict=True)):
         tokens = prompt(30 + i, 12) + ints(result.sequences[0].tokens)
         expected = judge(version).sequence_logprobs(tokens)[11:]
-        torch.testing.assert_close(floats(result.sequences[0].logprobs), expected, atol=TOLERANCE, rtol=0)
+        check_logprobs(floats(result.sequences[0].logprobs), expected)
 
 
 async def test_a_third_busy_tenant_gets_its_turn_although_two_never_leave_their_slots(stub) -> None:
@@ -141,7 +132,7 @@ async def test_cached_prefixes_are_reused_within_a_version_and_never_across_vers
         for result in (cold, warm):
             sequence = result.sequences[0]
             expected = judge(version).sequence_logprobs(tokens + ints(sequence.tokens))[299:]
-            torch.testing.assert_close(floats(sequence.logprobs), expected, atol=TOLERANCE, rtol=0)
+            check_logprobs(floats(sequence.logprobs), expected)
 
 
 async def test_cached_prefixes_of_the_base_model_are_shared_within_a_namespace_only(stub) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
-import torch
 
 from services.common import weights
 from services.sampler.engine.calls.workers import CALL_S
@@ -32,7 +31,7 @@ from tests.component.sampler.process import (
     until_running,
     write_snapshot,
 )
-from tests.reference import Reference
+from tests.reference import Reference, check_logprobs
 from tinsmith.internal.v1 import sampler_pb2, sampler_pb2_grpc
 from tinsmith.v1 import sampling_pb2
 
@@ -87,7 +86,7 @@ def check(tokens: list[int], result: sampling_pb2.SampleResult, judge: Reference
     """Sampled tokens have the reference's log-probabilities."""
     (sequence,) = result.sequences
     expected = judge.sequence_logprobs(tokens + ints(sequence.tokens))[len(tokens) - 1 :]
-    torch.testing.assert_close(floats(sequence.logprobs), expected, atol=1e-4, rtol=0)
+    check_logprobs(floats(sequence.logprobs), expected)
 
 
 async def begun(stub: sampler_pb2_grpc.SamplerServiceStub) -> asyncio.Task[sampling_pb2.SampleResult]:
