@@ -21,9 +21,9 @@ from services.trainer.files import copy_room
 from services.trainer.files.base import Base
 from services.trainer.files.checkpoints import CheckpointStore
 from services.trainer.files.copy_room import LoadRoom
-from tests.unit.trainer.execution import executing, test_residency
+from tests.unit.trainer.execution import executing, residing
 from tests.unit.trainer.execution.executing import resident, step
-from tests.unit.trainer.execution.test_residency import SEQ_ID, until
+from tests.unit.trainer.execution.residing import SEQ_ID, until
 from tests.unit.trainer.execution.test_storage_away import SAVED, Loading, Outage, create_from_it, load
 
 pytestmark = pytest.mark.usefixtures("soon")
@@ -192,7 +192,7 @@ async def test_a_load_that_waits_in_vain_is_told_so_and_keeps_nothing_else_from_
 async def test_models_come_back_as_there_is_room_for_their_states(
     tmp_path: Path, model_state: ModelState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer, read = test_residency.Trainer(DataDir(tmp_path), model_state, loads=ROOM), []
+    trainer, read = residing.Trainer(DataDir(tmp_path), model_state, loads=ROOM), []
     found = trainer.residency.durable.read
 
     async def counts(model_id: str) -> Any:

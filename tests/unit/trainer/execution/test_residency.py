@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -16,111 +14,23 @@ from prometheus_client import REGISTRY
 
 from services.common.contract import ids
 from services.common.contract.errors import ModelBusy, Overloaded, StorageAway
-from services.common.process.crashes import CrashLedger
 from services.common.storage.data_dir import DataDir
 from services.trainer.compute.data import LoraSpec, ModelState
 from services.trainer.execution import room
-from services.trainer.execution.residency import AT_ONCE, Residency, Restores
+from services.trainer.execution.residency import AT_ONCE
 from services.trainer.execution.resident_models import Model, Operation, new_sequence
 from services.trainer.execution.states import States
 from services.trainer.files import durable
 from services.trainer.files.base import Base
-from services.trainer.files.checkpoints import Meta, SavedState
-from services.trainer.files.copy_room import LoadRoom
 from services.trainer.files.durable import DurableSnapshot
 from services.trainer.files.volume import Volume
-from services.trainer.world.commands import CreateModel, DropModel
 from services.trainer.world.world import World
-from tests.unit.trainer.files.durable_snapshots import RESULT, PointersInMemory
-
-MODEL = ids.model_id("s", 0)
-SEQ_ID = 3
-
-
-class Engine:
-    """Does commands once `gate` is open."""
-
-    def __init__(self, state: ModelState) -> None:
-        self._state = state
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.waiting = 0
-        self.done: list[str] = []
-
-    async def call(self, command: Any) -> None:
-        assert isinstance(command, CreateModel | DropModel)
-        self.waiting += 1
-        await self.gate.wait()
-        self.waiting -= 1
-        self.done.append(type(command).__name__)
-
-    async def state(self, model_id: str) -> tuple[int, ModelState]:
-        return SEQ_ID, self._state
-
-    async def write_state(self, model_id: str, directory: str) -> tuple[int, int]:
-        return SEQ_ID, self._state.step
-
-
-class Trainer:
-    """Residency over an engine that does nothing, and models that have a snapshot on disk."""
-
-    def __init__(self, data: DataDir, state: ModelState, loads: int = 2**40) -> None:
-        self.models: dict[str, Model] = {}
-        self.pointers = PointersInMemory()
-        self.engine = Engine(state)
-        base = Base("org/base", "org/base")
-        world, staging = cast(World, self.engine), data.staging / "trainer-0"
-        states = States(world, base, Volume(data), staging)
-        self.crashes = CrashLedger[tuple[str, int]](
-            data.run / "trainer-0.executing", tuple[str, int], "trainer"
-        )
-        self.loads = LoadRoom(loads, lambda _: 1)
-        self.residency = Residency(
-            world,
-            self.models,
-            states,
-            data,
-            staging,
-            self.pointers,
-            1,
-            2**30,
-            lambda _: 1,
-            0,
-            lambda _: 1,
-            Restores(self.crashes, self.loads),
-        )
-        self._data = data
-        self._state = state
-
-    def stored(self, model_id: str, seq_id: int = SEQ_ID) -> str:
-        meta = Meta("org/base", "org/base", model_id, seq_id, self._state.step, self._state.lora)
-        snapshot = DurableSnapshot(SavedState(meta, self._state), {seq_id: RESULT})
-        target = self._data.state(model_id) / f"{seq_id}-1"
-        durable._write_files(target, snapshot, Volume(self._data))
-        self.pointers.pointer = (seq_id, f"{seq_id}-1")
-        return model_id
-
-    async def restore(self, model_id: str, epoch: int, moved: int = 0) -> int:
-        self.pointers.epoch = epoch
-        return await self.residency.restore(model_id, epoch, moved, self._evict)
-
-    async def park(self, model_id: str, epoch: int, moved: int = 0) -> None:
-        self.pointers.epoch = epoch
-        await self.residency.park(model_id, epoch, moved, self._evict)
-
-    def _evict(self, model: Model, error: Exception) -> None:
-        del self.models[model.model_id]
+from tests.unit.trainer.execution.residing import MODEL, SEQ_ID, Engine, Trainer, until
 
 
 @pytest.fixture
 def trainer(tmp_path: Path, model_state: ModelState) -> Trainer:
     return Trainer(DataDir(tmp_path), model_state)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def test_of_a_thousand_models_that_are_asked_for_together_few_are_read_at_once(
@@ -253,64 +163,6 @@ async def test_a_copy_from_before_the_models_last_move_is_dropped_and_read_anew(
     assert await trainer.restore(MODEL, epoch=9, moved=8) == SEQ_ID
     assert trainer.models[MODEL] is not copy
     assert trainer.engine.done == ["CreateModel", "DropModel", "CreateModel"]
-
-
-async def writing(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """A snapshot of the model is being written, and is written when this is set."""
-    begun, may_end, write = threading.Event(), threading.Event(), durable._write_files
-
-    def slowly(target: Path, snapshot: DurableSnapshot, volume: Volume) -> None:
-        begun.set()
-        assert may_end.wait(60)
-        write(target, snapshot, volume)
-
-    monkeypatch.setattr(durable, "_write_files", slowly)
-    trainer.residency.durable.changed(MODEL)
-    await until(begun.is_set)
-    return may_end
-
-
-async def test_a_snapshot_becomes_durable_that_is_written_while_a_gateway_takes_the_lease_anew(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer.stored(MODEL)
-    await trainer.restore(MODEL, epoch=4)
-    may_write = await writing(trainer, monkeypatch)
-    async with asyncio.timeout(30):
-        assert await trainer.restore(MODEL, epoch=6) == SEQ_ID, "it is here, and waits for no disk"
-    may_write.set()
-    assert await trainer.residency.durable.settle(MODEL)
-    assert trainer.pointers.marked == [SEQ_ID]
-
-
-async def test_a_gateway_that_takes_over_a_model_does_not_wait_for_what_it_exports(trainer: Trainer) -> None:
-    trainer.stored(MODEL)
-    await trainer.restore(MODEL, epoch=4)
-    written = asyncio.get_running_loop().create_future()
-    export = Operation(seq_id=2, units=None, model_id=MODEL, work=cast(Any, None), size=1, result=written)
-    trainer.models[MODEL].sequence.unfinished[2] = export
-    # A step after it: its snapshot is due once the export has its result.
-    trainer.residency.durable.changed(MODEL)
-    async with asyncio.timeout(30):
-        assert await trainer.restore(MODEL, epoch=6) == SEQ_ID
-    assert trainer.pointers.marked == []
-    del trainer.models[MODEL].sequence.unfinished[2]
-    written.set_result(RESULT)
-    assert await trainer.residency.durable.settle(MODEL)
-    assert trainer.pointers.marked == [SEQ_ID]
-
-
-async def test_what_a_copy_from_before_a_move_still_writes_does_not_become_durable(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer.stored(MODEL)
-    await trainer.restore(MODEL, epoch=4)
-    may_write = await writing(trainer, monkeypatch)
-    restoring = asyncio.create_task(trainer.restore(MODEL, epoch=6, moved=6))
-    await asyncio.sleep(0.05)
-    may_write.set()
-    assert await restoring == SEQ_ID
-    assert trainer.pointers.marked == []
 
 
 async def test_a_copy_that_has_strayed_from_the_journal_is_dropped_and_read_anew(trainer: Trainer) -> None:

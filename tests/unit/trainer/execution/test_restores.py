@@ -14,7 +14,7 @@ from services.trainer.compute.data import LoraSpec, ModelState
 from services.trainer.execution.residency import AT_ONCE, Restores
 from services.trainer.files.copy_room import LoadRoom
 from services.trainer.world.channel import WorldFailure
-from tests.unit.trainer.execution.test_residency import MODEL, SEQ_ID, Trainer, until
+from tests.unit.trainer.execution.residing import MODEL, SEQ_ID, Trainer, until
 
 OTHER, LORA = "s:train:7", LoraSpec(8)
 LOADS = LoadRoom(2**40, lambda _: 1)
