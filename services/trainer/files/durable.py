@@ -276,7 +276,11 @@ class DurableStore:
         finally:
             await asyncio.to_thread(snapshot.saved.release)
         rest = min(_MOST_REST_S, max(_LEAST_REST_S, _REST * len(self._writers) * (clock() - started)))
-        return 0.0 if await self._journal.is_half_full(model_id) else rest
+        # What is durable is not written again for want of an answer: the journal is asked after the next one.
+        with suppress(RedisError):
+            if await self._journal.is_half_full(model_id):
+                return 0.0
+        return rest
 
     async def _in_good_time(self, model_id: str, writing: Coroutine[None, None, None]) -> None:
         """Waits for a write, which nothing can cut short; one that hangs is told of as one that failed."""
@@ -307,7 +311,11 @@ class DurableStore:
             return
         await failpoints.reach("trainer.after_pointer")
         self._on_durable(model_id, seq_id)
-        await asyncio.to_thread(_delete_older, parent, location)
+        try:
+            await asyncio.to_thread(_delete_older, parent, location)
+        except OSError as error:
+            # The next one deletes them.
+            log.warning("older durable snapshots of %s stay: %s", model_id, error)
 
 
 def unwritten(model_id: str) -> ModelBusy:

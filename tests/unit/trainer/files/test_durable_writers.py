@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from services.common.contract.errors import ModelBusy
 from services.trainer.files import durable
@@ -293,6 +294,36 @@ def test_a_writer_whose_models_journal_is_half_full_does_not_rest(
         return pointers.durable_at[MODEL, 2]
 
     assert fake_clock.run_until_complete(train()) < 11
+
+
+async def test_what_is_durable_is_not_written_again_when_redis_goes_away_behind_it(
+    tmp_path: Path, trained: Trained
+) -> None:
+    class GoesAway(PointersInMemory):
+        async def is_half_full(self, model_id: str) -> bool:
+            raise RedisConnectionError("it went away")
+
+    pointers, before = GoesAway(), failures()
+    store, told = make(tmp_path, pointers, trained.take)
+    store.changed(MODEL)
+    assert await store.settle(MODEL)
+    assert (pointers.marked, told) == ([0], [(MODEL, 0)])
+    assert failures() == before, "nothing is due"
+
+
+async def test_what_is_durable_is_not_written_again_when_older_ones_cannot_be_deleted(
+    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(durable, "_delete_older", fails)
+    pointers, before = PointersInMemory(), failures()
+    store, _ = make(tmp_path, pointers, trained.take)
+    store.changed(MODEL)
+    assert await store.settle(MODEL)
+    assert (pointers.marked, failures()) == ([0], before)
+    assert f"older durable snapshots of {MODEL} stay" in caplog.text
 
 
 def test_a_write_that_hangs_is_counted_and_told_of_every_ten_minutes_until_it_ends(
