@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from services.common.contract.errors import InvalidRequest
+
 
 @dataclass
 class Blocks:
@@ -31,13 +33,13 @@ def checkpoint_blocks(model: Any) -> Blocks:
     """Makes each block compute its activations again in the backward pass instead of keeping them.
 
     Raises:
-        ValueError: the architecture has no blocks that could.
+        InvalidRequest: the architecture has no blocks that could.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not blocks:
-        raise ValueError(
+        raise InvalidRequest(
             f"{type(model).__name__} cannot checkpoint its activations; start the trainer with "
             "--activation-checkpointing off"
         )

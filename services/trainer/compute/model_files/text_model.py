@@ -19,10 +19,11 @@ _OF_BOTH = {
     r"^(model\.language_model|language_model\.model)\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
 }
-
-
 _SCALE = re.compile(r"\.weight_scale[^.]*$|(gate_up|down|gate|up)_proj_scales$")
 """Of a weight. What scales inputs of quantised linears is of no use where these are not."""
+
+
+_NEEDED = "hidden_size", "num_attention_heads", "vocab_size"
 
 
 class TextModel(NamedTuple):
@@ -47,8 +48,8 @@ def text_model(model_path: str, *, sharded: bool = False) -> TextModel:
         sharded: it is loaded under ZeRO-3.
 
     Raises:
-        InvalidRequest: there is none that transformers knows, it does not say how many tokens it takes, or
-            its files are quantised in a way that is not read.
+        InvalidRequest: there is none that transformers knows, it does not say how many tokens it takes or how
+            large it is, or its files are quantised in a way that is not read.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
@@ -69,13 +70,23 @@ def text_model(model_path: str, *, sharded: bool = False) -> TextModel:
             f"{model_path}: transformers has no causal language model of the kind {config.model_type}; use "
             "another model"
         )
-    if not getattr(config, "max_position_embeddings", None):
+    if not _says(config, "max_position_embeddings"):
         raise InvalidRequest(
             f"{model_path}: its config.json does not say how many tokens the model takes "
             "(max_position_embeddings); use another model"
         )
+    if lacking := [name for name in _NEEDED if not _says(config, name)]:
+        raise InvalidRequest(
+            f"{model_path}: a model of the kind {config.model_type} has no {lacking[0]}, which the trainer "
+            "counts its memory by; use another model"
+        )
     read_whole(config, whole, model_path, sharded=sharded)
     return TextModel(kind, config, None if config is whole else _OF_BOTH)
+
+
+def _says(config: Any, name: str) -> bool:
+    """Whether a configuration has a size of this name. Some have a name with nothing, or -1, behind it."""
+    return (getattr(config, name, None) or 0) > 0
 
 
 def check_whole(model: Any, lacking: Collection[str], unread: Collection[str], model_path: str) -> None:

@@ -39,9 +39,9 @@ _ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 """Of how far a token's log-probabilities lie from their mean, what may be other than the model's own. Both
 ways take the same kernels: this is for those that do not come to the same bits twice."""
 
-_OF_THE_CODE = AttributeError, KeyError, TypeError, ValueError
-"""What Python raises where an architecture lacks something, on all ranks alike. Of memory, the device or the
-other ranks torch raises RuntimeError."""
+_OF_THE_CODE = AttributeError, KeyError, NotImplementedError, TypeError, ValueError
+"""What is raised where an architecture lacks something, on all ranks alike. Of memory, the device or the
+other ranks torch raises RuntimeError itself."""
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from services.common.contract.errors import InvalidRequest
 from services.trainer.compute.blocks.checkpointing import checkpoint_blocks
 
 
@@ -32,3 +34,8 @@ def test_a_block_that_drops_out_by_itself_is_evaluated() -> None:
     assert torch.equal(torch.autograd.grad(model(given).sum(), given)[0], gradient)
     with torch.no_grad():
         assert torch.equal(model(given), expected)
+
+
+def test_a_model_without_such_blocks_is_refused_with_what_to_do() -> None:
+    with pytest.raises(InvalidRequest, match="start the trainer with --activation-checkpointing off"):
+        checkpoint_blocks(nn.Linear(1, 1))

@@ -49,6 +49,9 @@ def test_it_is_a_model_of_text_alone(model_type: str, name: str, tmp_path: Path)
         ),
         ({"model_type": "qwen3", "quantization_config": {"quant_method": "gptq"}}, "quantised .gptq."),
         ({"model_type": "bloom"}, "how many tokens the model takes"),
+        ({"model_type": "xlnet"}, "how many tokens the model takes"),
+        ({"model_type": "rwkv"}, "kind rwkv has no num_attention_heads"),
+        ({"model_type": "blt"}, "kind blt has no hidden_size"),
     ],
     ids=[
         "pictures",
@@ -58,6 +61,9 @@ def test_it_is_a_model_of_text_alone(model_type: str, name: str, tmp_path: Path)
         "a contradiction",
         "quantised",
         "no end",
+        "an end that is none",
+        "no attention",
+        "no width",
     ],
 )
 def test_what_cannot_be_trained_is_refused_with_what_to_do(

@@ -98,6 +98,11 @@ def test_what_chooses_experts_by_tokens_that_it_is_not_given_is_refused() -> Non
         tried(*made("deepseek_v4", torch.float32))
 
 
+def test_the_decoder_of_an_encoder_decoder_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="from embeddings alone: NotImplementedError: "):
+        tried(*made("bart", torch.float32, d_model=32, decoder_attention_heads=4, decoder_layers=1))
+
+
 def test_a_failure_that_may_be_the_machines_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     model, flat = made("llama", torch.float32)
     monkeypatch.setattr(model.model, "forward", _broken)
