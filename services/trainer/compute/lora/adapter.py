@@ -33,8 +33,9 @@ _OTHER_MIXERS = {"mamba", "conv", "temporal_block"}
 _OTHER_MLP = {"shared_mlp", "mlps", "ffn", "fc1", "fc2"}
 """What stands in their places in other architectures, and is not adapted: kernels read some of these weights
 themselves, and nobody has compared what PEFT and vLLM make of such adapters."""
-_ROUTERS = {"gate", "router", "shared_expert_gate"}
-"""What chooses experts, or weighs one, is not trained: with other choices it would be another model."""
+_ROUTERS = {"gate", "router", "shared_expert_gate", "indexer"}
+"""What chooses experts, or weighs one, is not trained: with other choices it would be another model. Nor is
+what chooses the tokens that sparse attention sees, through which no gradient goes."""
 
 
 def kind_of(name: str) -> str | None:

@@ -25,7 +25,7 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 _SLIDING = {"sliding_window": 5}
 _MIXED = {**_SLIDING, "layer_types": ["sliding_attention", "full_attention"]}
 _LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
-_LATENT = {
+LATENT = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 8,
@@ -60,7 +60,7 @@ FLAT: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, **_SLIDING},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **_MIXED},
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    "deepseek_v3": _LATENT,
+    "deepseek_v3": LATENT,
     # Its attention gives the mask by name.
     "afmoe": {**_EXPERTS, "num_dense_layers": 1, **_MIXED},
     **HYBRID,

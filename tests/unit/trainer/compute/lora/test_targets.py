@@ -12,7 +12,7 @@ from services.common.contract.errors import InvalidRequest
 from services.trainer.compute.data import LoraSpec
 from services.trainer.compute.lora.adapter import largest, select_targets
 from services.trainer.compute.lora.targets import find_linears, find_unadapted
-from tests.unit.trainer.compute.architectures import config_of, random_model
+from tests.unit.trainer.compute.architectures import LATENT, config_of, random_model
 
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
 _HYBRID = {**_MAMBA, "layer_types": ["mamba", "attention"]}
@@ -69,3 +69,19 @@ def test_what_scales_each_head_is_no_matrix() -> None:
     assert find_unadapted(model) == []
     block.mix = nn.Parameter(torch.ones(1, 4, 8))
     assert find_unadapted(model) == ["model.layers.0.self_attn.mix"]
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+def test_what_chooses_the_tokens_that_are_seen_has_no_adapter_as_it_never_has_a_gradient(
+    model_type: str,
+) -> None:
+    sparse = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}
+    layers = {"mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "full"]}
+    model = random_model(config_of(model_type, {**LATENT, **sparse, **layers}), "eager")
+    model(input_ids=torch.arange(1, 13)[None], use_cache=False).logits.sum().backward()
+    linears = find_linears(model)
+    adapted = {name for name in linears if "experts." not in name}
+    assert [name for name in adapted if model.get_submodule(name).weight.grad is None] == []
+    assert "model.layers.0.self_attn.q_a_proj" in select_targets(
+        linears, spec_of("train_attn"), find_unadapted(model)
+    )
