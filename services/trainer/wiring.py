@@ -69,7 +69,7 @@ class Trainer:
             who: this trainer, to samplers; None: they are called in the clear.
         """
         data = DataDir(config.data_dir)
-        base = Base(config.base_model, config.model_path)
+        base = Base(config.base_model, config.model_path, engine.head_name)
         self.models: dict[str, Model] = {}
         models, journal = self.models, Journal(client)
 

@@ -34,7 +34,7 @@ from services.trainer.compute.kernels.norms import fuse_norms
 from services.trainer.compute.kernels.rotations import fuse_rotations
 from services.trainer.compute.logprobs import LogprobHead, Targets
 from services.trainer.compute.lora.grouped import LoraRouter
-from services.trainer.compute.lora.targets import find_linears, find_unadapted, hook_adapters
+from services.trainer.compute.lora.targets import find_linears, find_unadapted, head_name, hook_adapters
 from services.trainer.compute.memory.capacity import Footprint, footprint
 from services.trainer.compute.model_files.dequantized import in_one_type, whole_blocks
 from services.trainer.compute.model_files.text_model import check_whole, text_model
@@ -160,6 +160,7 @@ class BaseModel:
         blocks: its blocks, where they compute their activations again.
         linears: every linear an adapter may adapt, by Hugging Face name, in the model's order.
         unadapted: other weights of its blocks, which none can.
+        head_name: what it calls its output head.
         elements: of its weights, over all ranks.
         vocab_size: rows of the output head.
         context_length: most tokens in a sequence.
@@ -199,6 +200,7 @@ class BaseModel:
         self.context_length = int(model.config.max_position_embeddings)
         self.linears = find_linears(model)
         self.unadapted = find_unadapted(model)
+        self.head_name = head_name(model)
         hook_adapters(model, router)
         self.replay = Replay(model)
         scorer = Scorer(model, router, detached=self.collective)

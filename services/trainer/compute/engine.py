@@ -61,7 +61,7 @@ class Engine:
 
     Attributes:
         vocab_size: token ids are below this; `context_length`: most tokens of a datum.
-        arch: the base model's architecture class name.
+        arch: the base model's architecture class name; `head_name`: what it calls its output head.
         footprint: what the base model takes of this rank's memory, by arithmetic until it was measured.
         pass_room: bytes that the largest pass that is let in takes of it, once that is known; and
             adapter_room: that adapters may take.
@@ -146,6 +146,7 @@ class Engine:
             )
         self.context_length = max_context or self._base.context_length
         self.arch, self.collective, self.blocks = self._base.arch, self._base.collective, self._base.blocks
+        self.head_name = self._base.head_name
         self.splits, self.routing = self._base.exchange is not None, self._base.replay.routing
         shares = attends_to_trees(self._base.asked, self.context_length, self.device)
         self._rounds = Rounds(self._base, self._router, self._tenants, self._rank, self.world_size, shares)

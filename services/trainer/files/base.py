@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.common.contract.base_weights import portable_name, weights_of
+from services.trainer.compute.lora.adapter import HEAD
 
 
 @dataclass(frozen=True)
 class Base:
-    """A base model: the name it is registered under, and the directory or hub id it comes from."""
+    """A base model: the name it is registered under, the directory or hub id it comes from, and what it calls
+    its output head."""
 
     name: str
     path: str
+    head: str = HEAD
 
     @property
     def weights(self) -> str:

@@ -23,6 +23,7 @@ from services.common.contract.tensors import HostTensor
 from services.common.storage import hub
 from services.common.storage.base import Writer
 from services.trainer.compute.data import LoraSpec
+from services.trainer.compute.lora.adapter import HEAD
 from services.trainer.compute.model_files.text_model import text_model
 from services.trainer.files.base import Base
 from services.trainer.files.tensor_files import load_tensors, save_tensors, save_text
@@ -60,17 +61,21 @@ def weight_files(base: Base, lora: LoraSpec | None, tensors: Mapping[str, HostTe
     """
     if lora is None:
         return full_model_files(base.path, tensors)
-    return adapter_files(base.portable_name, lora, tensors)
+    return adapter_files(base.portable_name, lora, tensors, base.head)
 
 
-def adapter_files(base_model: str, lora: LoraSpec, adapter: Mapping[str, HostTensor]) -> dict[str, Writer]:
+def adapter_files(
+    base_model: str, lora: LoraSpec, adapter: Mapping[str, HostTensor], head: str = HEAD
+) -> dict[str, Writer]:
     """The files of a PEFT adapter.
 
     Args:
         base_model: name of the model it adapts.
         adapter: `<module>.lora_A` [rank, in] and `<module>.lora_B` [out, rank], of routed experts with their
             number, or 1, before; float32 on the host.
+        head: what the model calls its output head.
     """
+    adapter = _renamed(adapter, HEAD, head)
     modules = {name.rpartition(".")[0] for name in adapter}
     config = {
         "peft_type": "LORA",
@@ -90,15 +95,28 @@ def adapter_files(base_model: str, lora: LoraSpec, adapter: Mapping[str, HostTen
     }
 
 
-def read_adapter(directory: Path) -> dict[str, HostTensor]:
+def read_adapter(directory: Path, head: str = HEAD) -> dict[str, HostTensor]:
     """Tensors of a directory with the files of `adapter_files`, by their adapter names. Blocking.
+
+    Args:
+        head: as of `adapter_files`.
 
     Raises:
         FileNotFoundError: there is no such file.
         DataLoss: it is damaged.
     """
     stored = load_tensors(directory / ADAPTER_WEIGHTS)
-    return {name.removeprefix(_PREFIX).removesuffix(".weight"): array for name, array in stored.items()}
+    named = {name.removeprefix(_PREFIX).removesuffix(".weight"): array for name, array in stored.items()}
+    return _renamed(named, head, HEAD)
+
+
+def _renamed(adapter: Mapping[str, HostTensor], old: str, new: str) -> dict[str, HostTensor]:
+    """With another name of one module."""
+    return {
+        f"{new}.{part}" if module == old else f"{module}.{part}": array
+        for name, array in adapter.items()
+        for module, _, part in (name.rpartition("."),)
+    }
 
 
 def full_model_files(

@@ -135,7 +135,7 @@ class Publisher:
             if lora is None:
                 # Not worth its memory: samplers read it from the store.
                 return Published(size, wire_bytes=0, receivers=0)
-            tensors = await asyncio.to_thread(read_adapter, target)
+            tensors = await asyncio.to_thread(read_adapter, target, self._base.head)
             return Published(size, *await self._broadcaster.send(model_id, version, lora, tensors))
         sent = asyncio.ensure_future(self._send(model_id, version, lora, tensors, cargo))
         try:

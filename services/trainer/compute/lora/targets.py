@@ -35,6 +35,12 @@ def find_linears(model: Any) -> dict[str, LinearShape]:
     return found
 
 
+def head_name(model: Any) -> str:
+    """What a causal language model calls its output head, whose adapters are called `HEAD` here."""
+    head = model.get_output_embeddings()
+    return next(name for name, module in model.named_modules() if module is head)
+
+
 def _linears(model: Any) -> dict[str, nn.Linear]:
     return {
         name: module

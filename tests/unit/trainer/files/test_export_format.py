@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from services.common.contract.tensors import HostTensor
 from services.common.storage.directory import publish_directory
 from services.launcher.tiny_model import make_tiny_model
 from services.trainer.compute.data import LoraSpec
+from services.trainer.compute.lora.targets import head_name
 from services.trainer.files.export_format import adapter_files, full_model_files, read_adapter
 from services.trainer.files.tensor_files import save_tensors
 from tests.unit.trainer.compute.architectures import FLAT, config_of, random_model, with_pictures
@@ -121,6 +123,19 @@ def test_peft_adds_the_tensors_of_an_adapter_at_the_trainers_scale(
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         torch.testing.assert_close(adapted(tokens).logits, merged(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_peft_adds_the_adapter_of_a_head_that_its_model_calls_otherwise(tmp_path: Path) -> None:
+    merged = random_model(config_of("biogpt", {"tie_word_embeddings": False}), "eager")
+    plain, head = copy.deepcopy(merged), head_name(merged)
+    a, b = torch.randn(4, 32), torch.randn(64, 4)
+    merged.get_output_embeddings().weight.data += b @ a * (32 / 4)
+    adapter = {"lm_head.lora_A": host(a), "lm_head.lora_B": host(b)}
+    publish_directory(tmp_path / "out", adapter_files("org/base", LoraSpec(4), adapter, head), replace=False)
+    assert read_adapter(tmp_path / "out", head) == adapter
+    adapted, tokens = peft.PeftModel.from_pretrained(plain, str(tmp_path / "out")), torch.arange(1, 20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(tokens).logits, merged(tokens).logits, atol=1e-4, rtol=1e-4)
 
 
 def tied(base: Path, directory: Path, tie: bool = True) -> Path:
