@@ -1,11 +1,12 @@
 """Which requests bring a process down.
 
 Invariant: what a process was executing when it died, at whatever moment and of whatever cause, is known to
-its successor, because it is written to a file before it is begun, where that can be written. A request that
-was under way in MOST_CRASHES deaths in a row is given up: it is not begun again for REST_S, and then once at
-a time. Who asks for it after it was given up needs it, as a replay does, and what it died of may be over. One
-that was under way in any death is a *suspect*: whoever runs it sees to it that few others are blamed with it.
-Where the process could tell what it dies of, nobody else is blamed, and one death is enough.
+its successor, because it is written to a file before it is begun, where that can be written in good time. A
+request that was under way in MOST_CRASHES deaths in a row is given up: it is not begun again for REST_S, and
+then once at a time. Who asks for it after it was given up needs it, as a replay does, and what it died of
+may be over. One that was under way in any death is a *suspect*: whoever runs it sees to it that few others
+are blamed with it. Where the process could tell what it dies of, nobody else is blamed, and one death is
+enough.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from services.common.contract.errors import Internal
+from services.common.process.threads import WorkerThread
 from services.common.telemetry.repeats import Repeats
 
 log = logging.getLogger(__name__)
@@ -32,6 +35,8 @@ REST_S = 3600.0
 """The others of a process bear so few deaths of it."""
 _KEPT = 4096
 _MOST_BYTES = 1 << 20
+_PATIENCE_S = 1.0
+"""For so long at most whoever executes requests waits for the file, and once: while it hangs nobody does."""
 _CLOSED = -1
 
 Key = TypeVar("Key")
@@ -108,8 +113,13 @@ class CrashLedger(Generic[Key]):
         self._acquitted.clear()
         self._size = 0
         self._file = _CLOSED
+        """Only its thread opens, writes and closes it, once this is made."""
+        self._thread = WorkerThread("crash ledger")
+        self._under_way: Future[None] | None = None
+        self._closed = False
         try:
-            self._compact()
+            self._replace(state := self._state())
+            self._size = len(state)
         except OSError as error:
             self._unwritten.failed(path.name, error)
             self._size = _MOST_BYTES
@@ -202,34 +212,58 @@ class CrashLedger(Generic[Key]):
         self._crashes = {key: min(deaths, MOST_CRASHES - 1) for key, deaths in self._crashes.items()}
         self._executing.clear()
         self._acquitted.clear()
-        try:
-            self._compact()
-            if not self._crashes:
-                self._path.unlink(missing_ok=True)
-        except OSError as error:
-            self._unwritten.failed(self._path.name, error)
-        os.close(self._file)
-        self._file = _CLOSED
+        self._closed = True
+        state = self._state()
+        self._in_good_time(lambda: self._end_with(state))
+        self._thread.close()
 
     def _is_barred(self, key: Key) -> bool:
         return self._crashes.get(key, 0) >= MOST_CRASHES
 
     def _append(self, line: _Line[Key]) -> None:
-        if self._file == _CLOSED:
+        if self._closed:
             # What is still under way when a process ends in order does it no harm.
             return
-        try:
-            self._size += os.write(self._file, msgspec.json.encode(line) + b"\n")
-            if self._size > _MOST_BYTES:
-                self._compact()
-        except OSError as error:
-            # Of a volume that is full or away. To end of it would be the crash that this is kept against.
-            self._unwritten.failed(self._path.name, error)
+        text = msgspec.json.encode(line) + b"\n"
+        state = self._state() if self._size + len(text) > _MOST_BYTES else None
+        if self._in_good_time(lambda: self._write(text, state)):
+            self._size = len(state) if state is not None else self._size + len(text)
+        else:
             # The next line that can be written has the whole state written, with what is missing now.
             self._size = _MOST_BYTES
 
-    def _compact(self) -> None:
-        """Puts a file with the present state in the place of the grown one."""
+    def _in_good_time(self, work: Callable[[], None]) -> bool:
+        """Does something to the file on its thread, after what was done before; whether that was done. Of a
+        volume that is full, hangs or is away: to end of it would be the crash that this is kept against."""
+        if self._under_way is not None and not self._under_way.done():
+            return False
+        self._under_way = self._thread.submit(work)
+        try:
+            self._under_way.result(_PATIENCE_S)
+        except OSError as error:
+            # A wait that took too long is one, too.
+            hangs = not self._under_way.done()
+            self._unwritten.failed(self._path.name, "the disk hangs" if hangs else error)
+            return False
+        return True
+
+    def _write(self, text: bytes, state: bytes | None) -> None:
+        """Appends a line. Then puts a file with the present state in the place of the grown one, if given."""
+        os.write(self._file, text)
+        if state is not None:
+            self._replace(state)
+
+    def _end_with(self, state: bytes) -> None:
+        try:
+            self._replace(state)
+            if not self._crashes:
+                self._path.unlink(missing_ok=True)
+        finally:
+            os.close(self._file)
+            self._file = _CLOSED
+
+    def _state(self) -> bytes:
+        """The line that comes to what all of them do."""
         while len(self._crashes) > _KEPT:
             del self._crashes[next(iter(self._crashes))]
         line = _Line(
@@ -239,12 +273,13 @@ class CrashLedger(Generic[Key]):
             resting=[(key, until) for key, until in self._resting.items() if self._is_barred(key)],
             reasons=[(key, *reason) for key, reason in self._reasons.items() if self._is_barred(key)],
         )
-        text = msgspec.json.encode(line) + b"\n"
+        return msgspec.json.encode(line) + b"\n"
+
+    def _replace(self, state: bytes) -> None:
         fresh = self._path.with_name(f"{self._path.name}.new")
-        fresh.write_bytes(text)
+        fresh.write_bytes(state)
         file = os.open(fresh, os.O_WRONLY | os.O_APPEND)
         fresh.replace(self._path)
         if self._file != _CLOSED:
             os.close(self._file)
         self._file = file
-        self._size = len(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -229,3 +230,45 @@ def test_a_line_for_which_the_disk_had_no_space_is_made_up_for_with_the_next(
     ledger.begin([OTHER])
     again = started(tmp_path / "ledger")
     assert again.is_suspect(KEY) and again.is_suspect(OTHER)
+
+
+def test_a_disk_that_hangs_holds_a_process_up_for_a_moment_and_once_and_what_it_missed_is_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers, write = threading.Event(), os.write
+
+    def hangs(file: int, text: bytes) -> int:
+        assert answers.wait(60)
+        return write(file, text)
+
+    ledger, began = started(tmp_path / "ledger"), time.monotonic()
+    monkeypatch.setattr(os, "write", hangs)
+    for _ in range(100):
+        ledger.begin([KEY])
+        ledger.end([KEY])
+    ledger.begin([OTHER])
+    assert time.monotonic() - began < 10
+    assert caplog.messages == ["which requests are executed was not written down: ledger: the disk hangs"]
+    answers.set()
+    assert ledger._under_way is not None
+    ledger._under_way.result(60)
+    ledger.begin([("s:train:2", 1)])
+    again = started(tmp_path / "ledger")
+    assert again.is_suspect(OTHER) and not again.is_suspect(KEY)
+
+
+def test_a_process_ends_in_order_also_where_its_disk_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, replace = threading.Event(), Path.replace
+
+    def hangs(path: Path, target: Path) -> Path:
+        assert answers.wait(60)
+        return replace(path, target)
+
+    ledger, began = started(tmp_path / "ledger"), time.monotonic()
+    monkeypatch.setattr(Path, "replace", hangs)
+    ledger.close()
+    ledger.end([KEY])
+    assert time.monotonic() - began < 10
+    answers.set()
