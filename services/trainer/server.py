@@ -53,6 +53,7 @@ _WITHDRAWN_S = 3.0
 _DRAIN_S = 10.0
 _DURABLE_S = 8.0
 _SHUTDOWN_S = 5.0
+_FORGOTTEN_S = 1.0
 
 
 async def serve(config: TrainerConfig, place: Place) -> int:
@@ -168,6 +169,11 @@ class _Server:
                 return await self._serve(stop)
 
     async def _serve(self, stop: asyncio.Task[Signals]) -> int:
+        beside = [
+            asyncio.create_task(c)
+            for c in (self._world.watch(), self._world.keep_alive(), self._parts.results.watch())
+        ]
+        # Other ranks wait five minutes for a word of this one, and a disk may take longer.
         await self._parts.states.clean()
         name = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
         add, servicer = trainer_pb2_grpc.add_TrainerServiceServicer_to_server, self._parts.servicer
@@ -182,13 +188,7 @@ class _Server:
         await announcer.start()
         log.info("serving %s on port %d", self._config.base_model, server.port)
         executing = asyncio.create_task(self._parts.executor.run(), name="executor")
-        failures = [
-            executing,
-            *(
-                asyncio.create_task(c)
-                for c in (self._world.watch(), self._world.keep_alive(), self._parts.results.watch())
-            ),
-        ]
+        failures = [executing, *beside]
         waiting: list[asyncio.Task[Any]] = [stop, *failures]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         failed = next((task for task in failures if task.done()), None)
@@ -201,7 +201,9 @@ class _Server:
         if failed is None:
             await self._drain(executing)
             self._parts.crashes.close()
-            self._parts.shortage.forget()
+            with suppress(OSError):
+                # A disk that hangs, or fails, does not keep the process from ending in order.
+                await asyncio.wait_for(asyncio.to_thread(self._parts.shortage.forget), _FORGOTTEN_S)
         await cancel_all(failures)
         for task in failures:
             if not task.cancelled():
