@@ -180,7 +180,7 @@ class Residency:
             SnapshotNotFound: it has none.
             ModelBusy: one is still being written.
             StaleEpoch: another gateway leads the model.
-            DataLoss: the snapshot is damaged.
+            DataLoss, StorageAway: the snapshot is damaged, or its volume hangs.
             Internal: the trainer died of it several times.
         """
         model = self._models.get(model_id)

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from services.common.storage.directory import publish_directory
 from services.common.storage.model_files import delete_state
 from services.common.telemetry.repeats import Repeats
 from services.trainer.files.checkpoints import Meta, SavedState, read_meta, read_state, state_files
-from services.trainer.files.volume import FreeBytes, Volume, other_volume, volume_of
+from services.trainer.files.volume import FreeBytes, Volume, other_volume
 from tinsmith.v1 import results_pb2
 
 log = logging.getLogger(__name__)
@@ -178,11 +179,12 @@ class DurableStore:
         Raises:
             DataLoss: there should be one, but its files are missing or damaged.
             Internal: they are on another volume than the one that is here.
+            StorageAway: the volume hangs.
         """
         async with self._snapshot_of(model_id) as directory:
             if directory is None:
                 return None
-            found = await asyncio.to_thread(read_meta, directory)
+            found = await self._volume.asked(partial(read_meta, directory))
             if found is None:
                 raise _missing(directory)
             return found
@@ -193,9 +195,14 @@ class DurableStore:
         Raises:
             DataLoss: there should be one, but its files are missing or damaged.
             Internal: they are on another volume than the one that is here.
+            StorageAway: the volume hangs.
         """
         async with self._snapshot_of(model_id) as directory:
-            return None if directory is None else await asyncio.to_thread(_read, directory, self._staging)
+            if directory is None:
+                return None
+            # What is large has no deadline, so a volume that hangs is asked for little before.
+            await self._volume.found()
+            return await asyncio.to_thread(_read, directory, self._staging)
 
     async def is_closed(self, model_id: str) -> bool:
         """Whether the model will never be used again."""
@@ -226,7 +233,7 @@ class DurableStore:
             yield self._data.state(model_id) / location.name
         except DataLoss as error:
             volume = location.parent.name
-            if volume and volume != await asyncio.to_thread(volume_of, self._data):
+            if volume and volume != await self._volume.found():
                 raise other_volume(self._data, volume) from error
             raise
 

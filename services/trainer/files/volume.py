@@ -11,14 +11,19 @@ import math
 import shutil
 import threading
 import uuid
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from services.common.contract.errors import Internal, StorageAway, Unavailable
 from services.common.process.pools import VOLUME_LOOKS
 from services.common.process.threads import WorkerThread
 from services.common.storage.data_dir import DataDir
 from services.common.storage.directory import written_once
+
+T = TypeVar("T")
 
 _PATIENCE_S = 1.0
 
@@ -62,8 +67,20 @@ class Volume:
 
     async def answers(self) -> None:
         """As `check`; one that hangs is away within a minute."""
+        await self.asked(self.check)
+
+    async def found(self) -> str:
+        """As `volume_of`, with what `asked` raises."""
+        return await self.asked(partial(volume_of, self._data))
+
+    async def asked(self, work: Callable[[], T]) -> T:
+        """What a look into it comes to, in a thread.
+
+        Raises:
+            StorageAway: it took a minute.
+        """
         try:
-            await VOLUME_LOOKS.run(self.check)
+            return await VOLUME_LOOKS.run(work)
         except Unavailable as error:
             raise StorageAway(f"{self._data.root} hangs: {error.message}") from error
 

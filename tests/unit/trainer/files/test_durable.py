@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import shutil
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -13,9 +14,10 @@ import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
-from services.common.contract.errors import DataLoss, Internal
+from services.common.contract.errors import DataLoss, Internal, StorageAway
+from services.common.process.pools import Pool
 from services.common.storage.data_dir import DataDir
-from services.trainer.files import durable
+from services.trainer.files import durable, volume
 from services.trainer.files.durable import DurableSnapshot
 from services.trainer.files.volume import identified, volume_of
 from tests.unit.trainer.files.durable_snapshots import MODEL, RESULT, PointersInMemory, Trained, make
@@ -140,6 +142,34 @@ async def test_a_snapshot_on_a_volume_that_is_not_mounted_is_not_lost(
     (tmp_path / "away").rename(mounted)
     found = await store.read(MODEL)
     assert found is not None
+
+
+async def test_of_a_volume_that_hangs_whoever_asks_for_a_snapshot_is_told_so(
+    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, _ = make(tmp_path, PointersInMemory(), trained.take)
+    store.changed(MODEL)
+    await store.settle(MODEL)
+    answers, read = threading.Event(), Path.read_bytes
+
+    def hangs(path: Path) -> bytes:
+        assert answers.wait(60)
+        return read(path)
+
+    def text_hangs(path: Path, encoding: str = "", errors: str = "") -> str:
+        return hangs(path).decode()
+
+    monkeypatch.setattr(volume, "VOLUME_LOOKS", Pool("answer of the data directory", 2, 0.1))
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "read_bytes", hangs)
+            patched.setattr(Path, "read_text", text_hangs)
+            for ask in (store.meta, store.read):
+                with pytest.raises(StorageAway, match="hangs: no answer of the data directory"):
+                    await asyncio.wait_for(ask(MODEL), 20)
+    finally:
+        answers.set()
+    assert await store.meta(MODEL) is not None
 
 
 async def test_nothing_is_written_where_the_volume_is_not_mounted_any_more_until_it_is_back(
