@@ -321,6 +321,8 @@ def engine_environment(config: SamplerConfig) -> dict[str, str]:
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS": str(MAX_BAD_WORD_TOKENS),
+        # It would leave a thread behind for each; see `engine.grammars`.
+        "VLLM_REGEX_COMPILATION_TIMEOUT_S": "0",
         # On cores that others use too, threads that spin at each barrier take the core from the thread that
         # they wait for, and a step with its hundreds of barriers takes seconds. With GNU's OpenMP they spin
         # for some microseconds and then sleep: shorter than that, waking them costs more than it saves.

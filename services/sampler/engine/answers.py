@@ -15,8 +15,9 @@ from prometheus_client import Histogram
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from services.common.contract.errors import Internal, InvalidRequest
+from services.common.contract.errors import Internal, InvalidRequest, Overloaded
 from services.common.telemetry.metrics import LONG_S
+from services.sampler.engine.grammars.core import BUSY
 from services.sampler.engine.grammars.steps import TOO_SLOW
 from services.sampler.engine.logprobs.kept import KeptLogprobs
 from services.sampler.engine.sampling import (
@@ -66,6 +67,7 @@ def whole(job: SampleJob, plan: ScorePlan, made: list[Made | None]) -> SampleOut
 
     Raises:
         InvalidRequest: its constraint cannot be made a grammar of, or no token went on with it.
+        Overloaded: others' constraints leave no thread to its own.
         InvalidRequest, Internal: as `sequence`.
     """
     if job.constraint is not None:
@@ -85,9 +87,14 @@ def whole(job: SampleJob, plan: ScorePlan, made: list[Made | None]) -> SampleOut
 
 def _unmatched(
     constraint: Constraint, bad_words: tuple[str, ...], completion: CompletionOutput
-) -> InvalidRequest:
+) -> InvalidRequest | Overloaded:
     """Why vLLM gave a constrained sequence up: without a token if it could make no grammar, and otherwise
     with one that the grammar refuses, because it allowed none that could be sampled, or takes too long."""
+    if completion.stop_reason == BUSY:
+        return Overloaded(
+            "all threads for grammars are at constraints that take long; send the request again, or to "
+            "another one"
+        )
     if not completion.token_ids:
         return InvalidRequest(
             f"no grammar can be made of this {constraint.kind}: it is too large, or too deeply repeated; "

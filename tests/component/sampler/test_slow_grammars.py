@@ -52,3 +52,26 @@ async def test_an_engine_that_waits_for_a_grammar_alone_is_not_stuck(sampler: Sa
         response = await stub.Sample(wanted, timeout=60)
         assert response.error.code == "constraint_too_large"
         await sample(stub, request(prompt(1, 4)))
+
+
+async def test_an_ordinary_constraint_is_answered_soon_beside_several_that_take_long(
+    sampler: Sampler,
+) -> None:
+    async with sampler.client() as stub:
+        stop = sampling_pb2.StopCondition(model_eos={})
+        slow = []
+        for number in range(3):
+            wanted = request(prompt(1, 4), stop=stop)
+            wanted.constraint.json_schema = SLOW.replace('"p1"', f'"q{number}"')
+            slow.append(asyncio.ensure_future(stub.Sample(wanted, timeout=60)))
+        await asyncio.sleep(1)
+        ordinary = request(prompt(1, 4), stop=stop, max_tokens=20)
+        ordinary.constraint.regex = "[ab]{3}"
+        response = await asyncio.wait_for(stub.Sample(ordinary), 8)
+        assert response.WhichOneof("kind") == "result", response.error
+        for each in slow:
+            assert (await each).error.code == "constraint_too_large"
+        # Those that were given up are at it yet.
+        await asyncio.sleep(10)
+        ordinary.request_id = "another"
+        assert (await asyncio.wait_for(stub.Sample(ordinary), 8)).WhichOneof("kind") == "result"

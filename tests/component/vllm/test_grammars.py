@@ -16,13 +16,14 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import get_tokenizer
 from vllm.v1 import structured_output
+from vllm.v1.engine import FinishReason
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from services.common.contract.errors import InvalidRequest, Overloaded
-from services.sampler.engine.grammars import checking, core
+from services.sampler.engine.grammars import checking, core, makers
 from services.sampler.engine.grammars.checking import Checks
-from services.sampler.engine.grammars.steps import InSteps
+from services.sampler.engine.grammars.steps import Busy, InSteps
 from services.sampler.engine.sampling import Constraint
 from services.sampler.engine.settings.arguments import engine_args
 from tests.component.sampler.process import make_model
@@ -148,35 +149,54 @@ async def test_checks_that_take_long_end_and_keep_others_and_files_waiting_for_s
     assert await checks.check(quick) is not None
 
 
-def test_a_grammar_that_takes_too_long_fails_alone_and_those_behind_it_wait(
+def test_a_grammar_that_takes_too_long_fails_alone_and_those_that_find_no_thread_say_so(
     monkeypatch: pytest.MonkeyPatch, parts: Any
 ) -> None:
     monkeypatch.setattr(structured_output, "cached_tokenizer_from_config", lambda **_: parts.tokenizer)
+    monkeypatch.setattr(makers, "MOST_LONG", 0)
     manager = StructuredOutputManager(parts)
     manager.executor, over = ThreadPoolExecutor(1), threading.Event()
     make = manager._create_grammar
     monkeypatch.setattr(manager, "_create_grammar", lambda one: over.wait(60) if one.slow else make(one))
-    core.install(SimpleNamespace(structured_output_manager=manager), seconds=0.2)
-    asked = []
-    for slow in (True, False):
-        params = SamplingParams(structured_outputs=checking.parsed(ENFORCED[0], parts))
+    ended: list[Any] = []
+    scheduler: Any = SimpleNamespace(
+        structured_output_manager=manager,
+        update_from_output=lambda *_: {0: SimpleNamespace(outputs=ended)},
+    )
+    core.install(scheduler, seconds=0.6)
+
+    def ask(name: str, constraint: Constraint, slow: bool) -> StructuredOutputRequest:
+        params = SamplingParams(structured_outputs=checking.parsed(constraint, parts))
         made = StructuredOutputRequest.from_sampling_params(params)
-        asked.append(
-            SimpleNamespace(request_id="r", sampling_params=params, structured_output_request=made, slow=slow)
+        assert made is not None
+        manager.grammar_init(
+            SimpleNamespace(
+                request_id=name, sampling_params=params, structured_output_request=made, slow=slow
+            )
         )
-        manager.grammar_init(asked[-1])
-    long, behind = (each.structured_output_request for each in asked)
+        return made
+
+    long, twin = (ask(name, ENFORCED[0], True) for name in ("long", "twin"))
+    behind = ask("behind", ENFORCED[1], False)
     try:
-        until = time.monotonic() + 0.6
-        assert long.grammar is None
-        while time.monotonic() < until:
-            assert behind.grammar is None
-            time.sleep(0.01)
-        assert isinstance(long.grammar, TimeoutError)
+        assert long.grammar is twin.grammar is behind.grammar is None
+        time.sleep(0.4)
+        assert long.grammar is twin.grammar is None
+        assert isinstance(behind.grammar, Busy)
+        time.sleep(0.3)
+        assert isinstance(long.grammar, TimeoutError) and isinstance(twin.grammar, TimeoutError)
     finally:
         over.set()
+    ended += [
+        SimpleNamespace(request_id=each, finish_reason=FinishReason.ERROR) for each in ("long", "behind")
+    ]
+    for output in ended:
+        output.stop_reason = None
+    scheduler.update_from_output(None, None)
+    assert [output.stop_reason for output in ended] == [None, core.BUSY]
+    later = ask("later", ENFORCED[1], False)
     until = time.monotonic() + 30
-    while behind.grammar is None and time.monotonic() < until:
+    while later.grammar is None and time.monotonic() < until:
         time.sleep(0.01)
-    assert isinstance(behind.grammar, InSteps)
+    assert isinstance(later.grammar, InSteps)
     manager.clear_backend()

@@ -3,21 +3,30 @@
 vLLM waits for as long as it takes, but for regular expressions (vllm-project/vllm#54003). A request that
 waits has no steps, and an engine that has nothing else to do would count as stuck and be ended, and then the
 next one that the request is sent to. Here its grammar counts as one that could not be made, so that vLLM ends
-this request alone. Its thread goes on to its end.
+this request alone, and one that others' grammars leave no thread to says so, to be sent again. What is at
+work goes on to its end.
 
-Invariant: the time that others' grammars take before it is not counted.
+Invariant: no request waits longer than half its time for a thread and then its time for its grammar. The
+time that others' grammars take before it does not count as its own.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from services.sampler.engine.grammars.steps import ALL_S, TOO_SLOW, InSteps, Steps
+from vllm.v1.engine import FinishReason
+
+from services.sampler.engine.grammars.makers import Makers
+from services.sampler.engine.grammars.steps import ALL_S, TOO_SLOW, Busy, InSteps, Steps
 
 SECONDS_KEY = "tinsmith_grammar_seconds"
-"""In vLLM's `additional_config`: the most that one grammar may take."""
+"""In vLLM's `additional_config`: the most that one grammar may take; half of it, wait."""
+
+BUSY = "tinsmith: all threads for grammars are at others"
+"""The stop reason of a sequence that found none."""
 
 
 def install(scheduler: Any, seconds: float) -> None:
@@ -26,15 +35,20 @@ def install(scheduler: Any, seconds: float) -> None:
         raise RuntimeError(
             f"this vLLM's {type(scheduler).__name__} has no structured_output_manager; check {__name__}"
         )
-    manager = scheduler.structured_output_manager
+    manager, update = scheduler.structured_output_manager, scheduler.update_from_output
     steps = Steps(together=min(ALL_S, seconds / 2))
+    makers = manager.executor = Makers(manager.executor._max_workers)
+    busy = set[str]()
     begin, accept, fill = manager.grammar_init, manager.accept_tokens, manager.grammar_bitmask
 
     def begun(request: Any) -> None:
         begin(request)
         asked = request.structured_output_request
         if asked is not None and isinstance(asked._grammar, Future):
-            asked.grammar = InTime(asked._grammar, seconds, asked.structured_output_key, steps)
+            name = request.request_id
+            asked.grammar = InTime(
+                asked._grammar, seconds, asked.structured_output_key, makers, steps, lambda: busy.add(name)
+            )
 
     def accepted(request: Any, tokens: list[int]) -> bool:
         whole = bool(accept(request, tokens))
@@ -46,26 +60,56 @@ def install(scheduler: Any, seconds: float) -> None:
         steps.begin()
         return fill(*args, **kwargs)
 
+    def updated(scheduled: Any, made: Any) -> Any:
+        outputs = update(scheduled, made)
+        if busy:
+            # vLLM ends in each step all whose grammars have failed since the last one.
+            for output in (each for of_client in outputs.values() for each in of_client.outputs):
+                if output.request_id in busy and output.finish_reason == FinishReason.ERROR:
+                    output.stop_reason = BUSY
+            busy.clear()
+        return outputs
+
     manager.grammar_init, manager.accept_tokens, manager.grammar_bitmask = begun, accepted, filled
+    scheduler.update_from_output = updated
 
 
 class InTime(Future[Any]):
-    """A grammar that is being made; one that takes too long fails. vLLM asks in each step if it is done."""
+    """A grammar that is being made; one that takes too long fails. vLLM asks in each step if it is done.
 
-    def __init__(self, of: Future[Any], seconds: float, constraint: Any, steps: Steps) -> None:
+    Args:
+        busy: is called where it fails as others leave no thread to it.
+    """
+
+    def __init__(
+        self,
+        of: Future[Any],
+        seconds: float,
+        constraint: Any,
+        makers: Makers,
+        steps: Steps,
+        busy: Callable[[], None],
+    ) -> None:
         super().__init__()
         self._of, self._seconds = of, seconds
-        self._constraint, self._steps = constraint, steps
-        self._since: float | None = None
+        self._constraint, self._makers, self._steps, self._busy = constraint, makers, steps, busy
+        self._came = time.monotonic()
 
     def done(self) -> bool:
         if self._of.done():
             return True
-        if self._since is None and self._of.running():
-            self._since = time.monotonic()
-        return self._since is not None and time.monotonic() - self._since >= self._seconds
+        self._makers.look()
+        now, since = time.monotonic(), self._makers.since(self._constraint)
+        return now - self._came >= self._seconds / 2 if since is None else now - since >= self._seconds
 
     def result(self, timeout: float | None = None) -> Any:
-        if self.done() and not self._of.done():
-            raise TimeoutError(f"no grammar after {self._seconds:g} s")
-        return self._steps.bounded(self._constraint, self._of.result(timeout))
+        try:
+            if not self._of.done():
+                self._of.cancel()
+                if self._makers.since(self._constraint) is None:
+                    raise Busy("no thread to make a grammar")
+                raise TimeoutError(f"no grammar after {self._seconds:g} s")
+            return self._steps.bounded(self._constraint, self._of.result(timeout))
+        except Busy:
+            self._busy()
+            raise

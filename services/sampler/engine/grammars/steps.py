@@ -9,16 +9,19 @@ do, so those that nothing can make ambiguous are asked directly.
 
 Invariant: a step waits for no grammar longer than its time, nor for all of them together longer than theirs,
 but for a moment for each. What was given up is asked nothing any more: its thread may be at it for long, and
-nothing ends that but XGrammar.
+nothing ends that but XGrammar. It runs when others leave it a core, and while MOST_AT_IT are at such ones, no
+grammar comes in that may need a thread.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -43,6 +46,12 @@ _AFTER_S = 0.1
 
 TOO_SLOW = "tinsmith: this grammar takes too long"
 """The stop reason of a sequence whose grammar was given up."""
+
+MOST_AT_IT = 16
+"""Threads of what was given up."""
+
+_LAST = 19
+"""The niceness of these."""
 
 _REMEMBERED = 256
 _REST_S = 600.0
@@ -93,10 +102,29 @@ class _Kind:
         self.rests = 0.0
 
 
-class _Thread(threading.local):
-    """The one that asks grammars for the present one."""
+class Busy(Exception):
+    """A grammar cannot be asked now."""
 
-    worker: WorkerThread | None = None
+
+class _Asking:
+    """A thread that asks grammars."""
+
+    def __init__(self) -> None:
+        self.worker = WorkerThread("grammars in steps")
+        self._id = self.worker.submit(threading.get_native_id).result()
+
+    def give_up(self) -> None:
+        """Lets it end after what it is at."""
+        self.worker.close()
+        # It may have ended meanwhile.
+        with suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, self._id, _LAST)
+
+
+class _Present(threading.local):
+    """What asks for the present thread."""
+
+    asking: _Asking | None = None
 
 
 class Steps:
@@ -112,7 +140,8 @@ class Steps:
         self._left = together
         self._kinds: WeakValueDictionary[Any, _Kind] = WeakValueDictionary()
         self._slow: deque[_Kind] = deque(maxlen=_REMEMBERED)
-        self._thread = _Thread()
+        self._present = _Present()
+        self._at_it = set[Future[Any]]()
 
     def begin(self) -> None:
         """The next step asks grammars."""
@@ -126,10 +155,15 @@ class Steps:
 
         Args:
             constraint: what it was made of.
+
+        Raises:
+            Busy: too many threads are at what was given up.
         """
         kind = self._kinds.get(constraint)
         if kind is None:
             kind = self._kinds[constraint] = _Kind(is_unambiguous(constraint))
+        if not kind.direct and len(self._at_it) >= MOST_AT_IT:
+            raise Busy("all threads that ask grammars are at ones that were given up")
         return InSteps(self, kind, grammar)
 
     def ask(self, grammar: InSteps, what: Callable[[], T], otherwise: T) -> T:
@@ -143,8 +177,8 @@ class Steps:
             kind.direct = time.monotonic() - began < _QUICK_S
             return found
         left = self._left
-        worker = self._thread.worker = self._thread.worker or WorkerThread("grammars in steps")
-        asked = worker.submit(what)
+        asking = self._present.asking = self._present.asking or _Asking()
+        asked = asking.worker.submit(what)
         try:
             for seconds in (max(_LEAST_S, min(self._seconds, left)), _AFTER_S):
                 with suppress(TimeoutError):
@@ -152,8 +186,10 @@ class Steps:
         finally:
             self._left -= time.monotonic() - began
         grammar.slow = True
-        self._thread.worker = None
-        worker.close()
+        self._present.asking = None
+        self._at_it.add(asked)
+        asked.add_done_callback(self._at_it.discard)
+        asking.give_up()
         if left >= self._seconds:
             # Others had left it its time. As long as it is kept, its constraint is known.
             kind.rests = time.monotonic() + _REST_S

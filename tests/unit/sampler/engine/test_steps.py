@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +13,11 @@ import pytest
 import torch
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, StructuredOutputOptions
 
-from services.common.contract.errors import InvalidRequest
+from services.common.contract.errors import InvalidRequest, Overloaded
 from services.sampler.engine import answers
 from services.sampler.engine.grammars import core
-from services.sampler.engine.grammars.steps import TOO_SLOW, Steps, is_unambiguous
+from services.sampler.engine.grammars import steps as module
+from services.sampler.engine.grammars.steps import TOO_SLOW, Busy, Steps, is_unambiguous
 from services.sampler.engine.sampling import Constraint
 
 ALLOWED, ANY = 0b1010, -1
@@ -175,7 +178,8 @@ def test_a_sequence_that_ends_so_says_why() -> None:
             return bool(request.structured_output_request.grammar.accept_tokens("r", tokens))
 
     manager: Any = Manager()
-    core.install(SimpleNamespace(structured_output_manager=manager), seconds=1)
+    manager.executor = ThreadPoolExecutor(1)
+    core.install(SimpleNamespace(structured_output_manager=manager, update_from_output=None), seconds=1)
     assert not manager.accept_tokens(asked, [1])
     own.over.set()
     assert asked.stop_reason == TOO_SLOW
@@ -183,3 +187,35 @@ def test_a_sequence_that_ends_so_says_why() -> None:
     error = answers._unmatched(Constraint("regex", "a"), (), completion)
     assert isinstance(error, InvalidRequest)
     assert (error.code, "at token 1" in error.message) == ("constraint_too_large", True)
+
+
+def test_threads_of_what_was_given_up_come_after_all_others_and_are_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Told(Grammar):
+        def _take(self, what: str) -> None:
+            threads.append(threading.get_native_id())
+            super()._take(what)
+
+    monkeypatch.setattr(module, "MOST_AT_IT", 2)
+    steps, threads, given_up = Steps(0.1), list[int](), [Told("accept") for _ in range(2)]
+    present = steps.bounded(B, Grammar())
+    try:
+        for number, each in enumerate(given_up):
+            assert not steps.bounded((REGEX, str(number)), each).accept_tokens("r", [1])
+        assert [os.getpriority(os.PRIO_PROCESS, thread) for thread in threads] == [19, 19]
+        assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < 19
+        with pytest.raises(Busy):
+            steps.bounded((REGEX, "new"), Grammar())
+        assert present.accept_tokens("r", [1])
+        assert steps.bounded((JSON, "{}"), Grammar()).accept_tokens("r", [1])
+    finally:
+        for each in given_up:
+            each.over.set()
+    time.sleep(0.2)
+    assert steps.bounded((REGEX, "new"), Grammar()).accept_tokens("r", [1])
+
+
+def test_a_sequence_that_finds_no_thread_is_to_be_sent_again() -> None:
+    completion: Any = SimpleNamespace(token_ids=[], stop_reason=core.BUSY)
+    assert isinstance(answers._unmatched(Constraint("regex", "a"), (), completion), Overloaded)
