@@ -11,7 +11,7 @@ each step where one asks; here they are put together, and go to the front end be
 a way for it. The cache keeps none that are told, so nothing of such a request comes from there.
 
 Log-probabilities of sampled tokens leave as one array a step (see `logprobs`), and a grammar that takes too
-long to make counts as one that cannot be made (see `grammars`).
+long to make counts as one that cannot be made (see `grammars`). Tokens that end a sequence are looked up.
 
 Invariant: of a request that scores its prompt, no row that is needed is taken from the cache.
 """
@@ -40,6 +40,7 @@ def make_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
     kind = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
     scheduler = kind(vllm_config=vllm_config, **arguments)
     _limit_cache_hits(scheduler.kv_cache_manager)
+    look_up_stop_tokens(scheduler)
     if scheduler.aux_output_connector is None:
         _pass_experts_on(scheduler)
     else:
@@ -51,6 +52,20 @@ def make_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
     if vllm_config.lora_config is not None:
         shifts.install(scheduler, vllm_config.lora_config.max_loras)
     return scheduler
+
+
+def look_up_stop_tokens(scheduler: Any) -> None:
+    """Has a scheduler look sampled tokens up among those that end a sequence. vLLM reads the list of each
+    sequence through in each step, for longer than a small model computes if they are thousands."""
+    add = scheduler.add_request
+
+    def added(request: Any) -> None:
+        asked = request.sampling_params
+        if asked is not None and asked.stop_token_ids:
+            asked.stop_token_ids = frozenset(asked.stop_token_ids)
+        add(request)
+
+    scheduler.add_request = added
 
 
 class _Experts:

@@ -21,6 +21,7 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.sample import sampler as vllm_sampler
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
@@ -115,6 +116,7 @@ def grammar() -> GrammarOutput:
 def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is corrected in vLLM's modules is vLLM's own again afterwards."""
     monkeypatch.setattr(gpu_model_runner, "apply_grammar_bitmask", gpu_model_runner.apply_grammar_bitmask)
+    monkeypatch.setattr(vllm_sampler, "apply_bad_words", vllm_sampler.apply_bad_words)
     monkeypatch.setattr(_custom_ops, "rotary_embedding", _custom_ops.rotary_embedding)
     monkeypatch.setattr(UnquantizedFusedMoEMethod, "_setup_kernel", UnquantizedFusedMoEMethod._setup_kernel)
     create = LogitsProcessorWithLoRA.create_lora_weights

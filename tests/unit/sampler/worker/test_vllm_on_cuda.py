@@ -80,6 +80,7 @@ REPLACED = [
     ),
     (RUNNER_V1, "self._get_prompt_logprobs_dict", "worker.v1.prompt_scorer", "PromptScorer._score_step"),
     (RUNNER_V1, "apply_grammar_bitmask", "worker.v1.sampling", "_take_logprobs_before_the_grammar.masked"),
+    (SAMPLER_V1, "apply_bad_words", "worker.v1.sampling", "leave_out"),
     (RUNNER_V1, "self.rejection_sampler", "worker.v1.drafts", "DraftCheck.__call__"),
     (SAMPLER_V1, "self.sample", "worker.v1.sampled_logprobs", "SampledLogprobs._sampled"),
     (SAMPLER_V1, "self.compute_logprobs", "worker.v1.sampled_logprobs", "SampledLogprobs._own"),
