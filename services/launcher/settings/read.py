@@ -46,7 +46,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for heading, rows in TABLE.items():
         group = parser.add_argument_group(heading)
         for row in rows:
-            group.add_argument(row.flag, metavar=row.kind.shown, help=row.help)
+            group.add_argument(row.flag, metavar=row.kind.unit, help=row.help)
 
 
 def read(

@@ -5,24 +5,10 @@ Invariant: its flag and its variable follow from its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Kind:
-    """What a setting takes.
-
-    Attributes:
-        says: what it must be, as in "must be ...".
-        shown: in place of its value in the help.
-        parse: its value; ValueError when it is none.
-    """
-
-    says: str
-    shown: str
-    parse: Callable[[str], Any]
+from services.common.process.flags import Kind
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import ipaddress
 from typing import Any
 
 from services.common.contract.stand_ins import STAND_INS
-from services.common.process.flags import HTTP_URL, PROXIES
+from services.common.process.flags import HTTP_URL, PROXIES, Kind
 from services.common.telemetry import logs
 from services.common.worlds.nodes import endpoint
-from services.launcher.settings.setting import Kind, Setting
+from services.launcher.settings.setting import Setting
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256)
 """What vLLM compiles its kernels for."""
@@ -93,7 +93,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         ),
         Setting(
             "public-url",
-            Kind(HTTP_URL.says, HTTP_URL.unit, HTTP_URL.parse),
+            HTTP_URL,
             None,
             "what clients reach the gateways as, when a proxy with TLS stands before them: download links "
             "begin with it (default: what each request names)",
