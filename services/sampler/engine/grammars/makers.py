@@ -2,19 +2,25 @@
 
 vLLM has half as many as the machine has cores, and a grammar that takes long keeps its thread until XGrammar
 ends, so that a few would keep everybody's waiting. Here what takes long keeps no place: others are begun
-beside it, up to a bound.
+beside it, up to a bound, and it runs when others leave it a core: XGrammar makes each with several threads.
 
 Invariant: no more than `at_once` and MOST_LONG are at work, and of one constraint one.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+from services.sampler.engine.grammars.steps import LAST
 
 LONG_S = 1.0
 """What takes longer keeps no place. Most take milliseconds."""
@@ -22,19 +28,33 @@ LONG_S = 1.0
 MOST_LONG = 8
 """Of these. More keep their places."""
 
+_NAMES, _THREADS = Path("/proc/thread-self/comm"), Path("/proc/self/task")
+_NUMBERS = itertools.count()
+
 
 class _Making:
     def __init__(self, make: Callable[[Any], Any], request: Any) -> None:
         self.constraint = request.structured_output_request.structured_output_key
         self.future: Future[Any] = Future()
-        self.since = 0.0
+        self.since, self.long = 0.0, False
         self._make, self._request = make, request
+        self._name = f"grammar {next(_NUMBERS) % 10**6}"
 
     def run(self) -> None:
+        # What it begins bears its name.
+        _NAMES.write_text(self._name)
         try:
             self.future.set_result(self._make(self._request))
         except BaseException as error:
             self.future.set_exception(error)
+
+    def defer(self) -> None:
+        """Has its threads run after all others."""
+        for thread in _THREADS.iterdir():
+            # It may have ended by now.
+            with suppress(OSError):
+                if (thread / "comm").read_text().strip() == self._name:
+                    os.setpriority(os.PRIO_PROCESS, int(thread.name), LAST)
 
 
 class Makers:
@@ -59,7 +79,14 @@ class Makers:
         return making.future
 
     def look(self) -> None:
-        """Begins what there is a place for by now."""
+        """Begins what there is a place for by now. To be called again and again while anything waits."""
+        with self._lock:
+            since = time.monotonic() - LONG_S
+            new = [each for each in self._at_work.values() if each.since <= since and not each.long]
+            for each in new:
+                each.long = True
+        for each in new:
+            each.defer()
         while (making := self._next()) is not None:
             threading.Thread(target=self._work, args=(making,), name="grammars", daemon=True).start()
 
@@ -78,23 +105,23 @@ class Makers:
             making.run()
             with self._lock:
                 del self._at_work[making.constraint]
-            making = self._next()
+            # What a thread begins that runs after all others would, too: the next `look` goes on.
+            making = None if making.long else self._next()
 
     def _next(self) -> _Making | None:
         with self._lock:
-            now = time.monotonic()
-            long = sum(now - making.since >= LONG_S for making in self._at_work.values())
+            long = sum(making.long for making in self._at_work.values())
             if len(self._at_work) >= self._at_once + min(long, MOST_LONG):
                 return None
             for constraint in [each for each in self._waiting if each not in self._at_work]:
                 # It stands behind the others if it has more.
                 several = self._waiting.pop(constraint)
                 while several:
-                    making = several.popleft()
-                    if making.future.set_running_or_notify_cancel():
-                        making.since = now
-                        self._at_work[constraint] = making
+                    first = several.popleft()
+                    if first.future.set_running_or_notify_cancel():
+                        first.since = time.monotonic()
+                        self._at_work[constraint] = first
                         if several:
                             self._waiting[constraint] = several
-                        return making
+                        return first
             return None

@@ -50,8 +50,8 @@ TOO_SLOW = "tinsmith: this grammar takes too long"
 MOST_AT_IT = 16
 """Threads of what was given up."""
 
-_LAST = 19
-"""The niceness of these."""
+LAST = 19
+"""The niceness of these, so that others come first."""
 
 _REMEMBERED = 256
 _REST_S = 600.0
@@ -115,10 +115,9 @@ class _Asking:
 
     def give_up(self) -> None:
         """Lets it end after what it is at."""
+        # Before it may end: its number could be another one's then.
+        os.setpriority(os.PRIO_PROCESS, self._id, LAST)
         self.worker.close()
-        # It may have ended meanwhile.
-        with suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, self._id, _LAST)
 
 
 class _Present(threading.local):

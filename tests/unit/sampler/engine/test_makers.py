@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -73,7 +74,8 @@ def test_what_takes_long_keeps_its_place_for_a_moment_and_beyond_a_bound_for_eve
     assert make.begun == ["slow 0", "slow 1", "slow 2"]
     assert not quick.running()
     make.over.set()
-    assert quick.result(30) == "QUICK"
+    until(makers, quick.done)
+    assert quick.result() == "QUICK"
     assert [each.result(30) for each in slow] == ["SLOW 0", "SLOW 1", "SLOW 2"]
 
 
@@ -88,7 +90,34 @@ def test_a_constraint_that_many_ask_for_takes_one_place(make: Makings) -> None:
     assert make.begun == ["slow", "quick"]
     assert makers.since("quick") is None
     make.over.set()
-    assert [each.result(30) for each in twins] == ["SLOW"] * 9
+    until(makers, lambda: all(each.done() for each in twins))
+    assert {each.result() for each in twins} == {"SLOW"}
+
+
+def test_what_takes_long_comes_after_all_others_with_all_threads_that_it_began(make: Makings) -> None:
+    threads = list[int]()
+
+    def note(wait: bool) -> None:
+        threads.append(threading.get_native_id())
+        if wait:
+            make.over.wait(60)
+
+    def make_with_another(request: Any) -> int:
+        note(wait=False)
+        other = threading.Thread(target=note, args=(True,))
+        other.start()
+        other.join()
+        return os.getpriority(os.PRIO_PROCESS, 0)
+
+    makers, usual = Makers(1), os.getpriority(os.PRIO_PROCESS, 0)
+    slow = makers.submit(make_with_another, asked("a"))
+    behind = makers.submit(make_with_another, asked("a"))
+    until(makers, lambda: len(threads) == 2)
+    until(makers, lambda: [os.getpriority(os.PRIO_PROCESS, thread) for thread in threads] == [19, 19])
+    make.over.set()
+    assert slow.result(30) == 19
+    until(makers, behind.done)
+    assert behind.result() == usual < 19
 
 
 def test_what_was_given_up_before_its_turn_is_not_made(make: Makings) -> None:
