@@ -7,6 +7,7 @@ import itertools
 import json
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,6 +150,13 @@ async def test_checks_that_take_long_end_and_keep_others_and_files_waiting_for_s
     assert await checks.check(quick) is not None
 
 
+def until(true: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_grammar_that_takes_too_long_fails_alone_and_those_that_find_no_thread_say_so(
     monkeypatch: pytest.MonkeyPatch, parts: Any
 ) -> None:
@@ -163,7 +171,7 @@ def test_a_grammar_that_takes_too_long_fails_alone_and_those_that_find_no_thread
         structured_output_manager=manager,
         update_from_output=lambda *_: {0: SimpleNamespace(outputs=ended)},
     )
-    core.install(scheduler, seconds=0.6)
+    core.install(scheduler, seconds=4)
 
     def ask(name: str, constraint: Constraint, slow: bool) -> StructuredOutputRequest:
         params = SamplingParams(structured_outputs=checking.parsed(constraint, parts))
@@ -180,10 +188,10 @@ def test_a_grammar_that_takes_too_long_fails_alone_and_those_that_find_no_thread
     behind = ask("behind", ENFORCED[1], False)
     try:
         assert long.grammar is twin.grammar is behind.grammar is None
-        time.sleep(0.4)
-        assert long.grammar is twin.grammar is None
+        until(lambda: behind.grammar)
         assert isinstance(behind.grammar, Busy)
-        time.sleep(0.3)
+        assert long.grammar is twin.grammar is None
+        until(lambda: long.grammar and twin.grammar)
         assert isinstance(long.grammar, TimeoutError) and isinstance(twin.grammar, TimeoutError)
     finally:
         over.set()
@@ -195,8 +203,6 @@ def test_a_grammar_that_takes_too_long_fails_alone_and_those_that_find_no_thread
     scheduler.update_from_output(None, None)
     assert [output.stop_reason for output in ended] == [None, core.BUSY]
     later = ask("later", ENFORCED[1], False)
-    until = time.monotonic() + 30
-    while later.grammar is None and time.monotonic() < until:
-        time.sleep(0.01)
+    until(lambda: later.grammar)
     assert isinstance(later.grammar, InSteps)
     manager.clear_backend()

@@ -41,8 +41,9 @@ class _Making:
         self._name = f"grammar {next(_NUMBERS) % 10**6}"
 
     def run(self) -> None:
-        # What it begins bears its name.
-        _NAMES.write_text(self._name)
+        # What it begins bears its name. Without one it is not found.
+        with suppress(OSError):
+            _NAMES.write_text(self._name)
         try:
             self.future.set_result(self._make(self._request))
         except BaseException as error:
