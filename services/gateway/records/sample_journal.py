@@ -231,7 +231,10 @@ class SampleJournal:
     async def cancel(self, request_id: str, reason: str) -> Resolution:
         """Resolves a pending sample's future as failed and tells the gateway that runs it to stop."""
         result = error_result(errors.to_pb(Cancelled(reason)))
-        outcome = await self._resolve(request_id, result, failed=True, lost_too=False)
+        # Off its gateway's list in the same step, so that the gateway sees it also when the answer is lost.
+        found: Any = await self._redis.hget(keys.future(*ids.parse_request_id(request_id)), "gateway")
+        gateway_id = (found or b"").decode()
+        outcome = await self._resolve(request_id, result, failed=True, lost_too=False, gateway_id=gateway_id)
         if outcome is Resolution.NOW:
             await self._redis.publish(keys.CANCEL_CHANNEL, request_id)
         return outcome
