@@ -7,6 +7,7 @@ it ends at that moment, it stays as long as one that nobody fetched.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable, Iterable
 
@@ -83,4 +84,10 @@ class FetchedResults:
 
     async def _flush(self) -> None:
         noted, self._noted = self._noted, set()
-        await self.let_go(noted, self._room.limits.fetched_life)
+        try:
+            await self.let_go(noted, self._room.limits.fetched_life)
+        except (redis.ConnectionError, redis.TimeoutError, OSError, asyncio.CancelledError):
+            # Redis is away, or slow: they go with the next step. What it refuses, it may refuse for ever.
+            for request_id in noted:
+                self.note(request_id)
+            raise

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
+import pytest
 import redis.asyncio
+from redis.exceptions import RedisError
 
 from services.common.contract import ids
 from services.common.state import keys
+from services.common.state.redis_client import connect
 from services.common.state.room import Room, RoomLimits
 from services.gateway.records.sample_journal import SampleJournal
 from services.gateway.results.fetched import FetchedResults
+from tests.conftest import redis_server, redis_server_kinds
 from tests.unit.gateway.redis_calls import counted
 from tinsmith.v1 import results_pb2, sampling_pb2
 
@@ -110,3 +115,21 @@ async def lives(client: redis.asyncio.Redis) -> list[int]:
     for number in range(600):
         pipeline.ttl(keys.future(SESSION, number))
     return await pipeline.execute()
+
+
+async def test_what_was_fetched_while_redis_was_away_goes_when_it_is_back(tmp_path: Path) -> None:
+    server = redis_server_kinds()["valkey"]
+    with redis_server(server, tmp_path) as url:
+        client = connect(url)
+        journal = SampleJournal(client)
+        fetched = FetchedResults(client, Room(RoomLimits(fetched_life=300)))
+        for request_id in await accept(journal, 0, 1):
+            await journal.publish(request_id, result())
+    fetched.note(ids.request_id(SESSION, 0))
+    with pytest.raises(RedisError):
+        await fetched._flush()
+    fetched.note(ids.request_id(SESSION, 1))
+    with redis_server(server, tmp_path):
+        await fetched._flush()
+        assert all(0 < life <= 300 for life in (await lives(client))[:2])
+        await client.aclose()
