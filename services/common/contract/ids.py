@@ -2,7 +2,7 @@
 
 Invariant: an id that parses here is safe as a Redis key and as one path component: no "/", no
 "..", bounded length. Ids are deterministic functions of what the client numbers, so a repeated
-request names the same object.
+request names the same object, and a request has one id.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAME = r"[0-9A-Za-z_][0-9A-Za-z._=+,@~-]{0,199}"
 _SESSION_ID = re.compile(_SESSION)
 _MODEL_ID = re.compile(rf"({_SESSION}):train:([0-9]{{1,9}})")
 _SAMPLING_SESSION_ID = re.compile(rf"({_SESSION}):sample:([0-9]{{1,9}})")
-_REQUEST_ID = re.compile(rf"({_SESSION}:(?:train|sample):[0-9]{{1,9}}):([0-9]{{1,19}})")
+_REQUEST_ID = re.compile(rf"({_SESSION}:(?:train|sample):[0-9]{{1,9}}):(0|[1-9][0-9]{{0,18}})")
 _CHECKPOINT_ID = re.compile(rf"(weights|sampler_weights|external_weights)/({_NAME})")
 _TINKER_PATH = re.compile(
     rf"tinker://({_SESSION}:train:[0-9]{{1,9}})/((?:weights|sampler_weights|external_weights)/{_NAME})"

@@ -97,6 +97,22 @@ async def test_a_sample_is_given_up(edges: Edges, channel: grpc.aio.Channel) -> 
     assert found.result.error.code == "cancelled"
 
 
+async def test_a_request_has_one_name_by_which_it_is_given_up_and_waited_for(
+    edges: Edges, channel: grpc.aio.Channel
+) -> None:
+    alice = Client(channel, ALICE)
+    request_id = (await alice("Sample", await sampling_of(alice))).request_id
+    session, _, number = request_id.rpartition(":")
+    other = f"{session}:0{number}"
+    cancel = sampling_pb2.CancelSampleRequest(request_id=other)
+    assert await status(alice("CancelSample", cancel)) is grpc.StatusCode.INVALID_ARGUMENT
+    asked = results_pb2.GetResultRequest(request_id=other)
+    assert await status(alice("GetResult", asked)) is grpc.StatusCode.NOT_FOUND
+    assert await edges.samples.samples_of("gateway-0") == {request_id}
+    await alice("CancelSample", sampling_pb2.CancelSampleRequest(request_id=request_id))
+    assert await edges.samples.samples_of("gateway-0") == set()
+
+
 async def test_who_keeps_a_sample_is_answered_when_its_result_is_there(
     edges: Edges, channel: grpc.aio.Channel
 ) -> None:
