@@ -166,14 +166,17 @@ class _Server:
         """Serves until `stop` is done or the world fails."""
         async with watched_loop():
             with served.reading(self._readings()):
-                return await self._serve(stop)
+                beside = [
+                    asyncio.create_task(c)
+                    for c in (self._world.watch(), self._world.keep_alive(), self._parts.results.watch())
+                ]
+                try:
+                    return await self._serve(stop, beside)
+                finally:
+                    await cancel_all(beside)
 
-    async def _serve(self, stop: asyncio.Task[Signals]) -> int:
-        beside = [
-            asyncio.create_task(c)
-            for c in (self._world.watch(), self._world.keep_alive(), self._parts.results.watch())
-        ]
-        # Other ranks wait five minutes for a word of this one, and a disk may take longer.
+    async def _serve(self, stop: asyncio.Task[Signals], beside: list[asyncio.Task[None]]) -> int:
+        # A disk may take longer than other ranks wait for a word, which they have from beside.
         await self._parts.states.clean()
         name = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
         add, servicer = trainer_pb2_grpc.add_TrainerServiceServicer_to_server, self._parts.servicer

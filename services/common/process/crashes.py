@@ -11,6 +11,7 @@ enough.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -248,10 +249,18 @@ class CrashLedger(Generic[Key]):
         return True
 
     def _write(self, text: bytes, state: bytes | None) -> None:
-        """Appends a line. Then puts a file with the present state in the place of the grown one, if given."""
-        os.write(self._file, text)
-        if state is not None:
-            self._replace(state)
+        """Appends a line, or puts a file with the present state in the place of the grown one, if given."""
+        if state is None:
+            self._add(text)
+            return
+        # What cannot have another one in its place may grow on.
+        with suppress(OSError):
+            self._add(text)
+        self._replace(state)
+
+    def _add(self, text: bytes) -> None:
+        if os.write(self._file, text) < len(text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _end_with(self, state: bytes) -> None:
         try:
@@ -279,7 +288,11 @@ class CrashLedger(Generic[Key]):
         fresh = self._path.with_name(f"{self._path.name}.new")
         fresh.write_bytes(state)
         file = os.open(fresh, os.O_WRONLY | os.O_APPEND)
-        fresh.replace(self._path)
+        try:
+            fresh.replace(self._path)
+        except OSError:
+            os.close(file)
+            raise
         if self._file != _CLOSED:
             os.close(self._file)
         self._file = file

@@ -39,7 +39,7 @@ def test_bad_words_leave_out_what_vllms_own_way_does(seed: int) -> None:
 
     before = [some(6)[1:] for _ in range(8)]
     words = {row: [some(4) for _ in range(chance.randint(1, 5))] for row in range(0, 8, 2)}
-    words[6].append([VOCAB - 1])
+    words[6] += [[VOCAB - 1], [VOCAB]]
     expected, found = torch.zeros(8, VOCAB), torch.zeros(8, VOCAB)
     apply_bad_words(expected, words, before)
     leave_out(found, words, before)

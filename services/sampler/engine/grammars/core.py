@@ -6,8 +6,8 @@ next one that the request is sent to. Here its grammar counts as one that could 
 this request alone, and one that others' grammars leave no thread to says so, to be sent again. What is at
 work goes on to its end.
 
-Invariant: no request waits longer than half its time for a thread and then its time for its grammar. The
-time that others' grammars take before it does not count as its own.
+Invariant: no request waits longer than half its time for a thread and then its time for its grammar, or for
+one of the same constraint that is made before. The time that others' grammars take does not count as its own.
 """
 
 from __future__ import annotations
@@ -106,8 +106,10 @@ class InTime(Future[Any]):
         try:
             if not self._of.done():
                 self._of.cancel()
-                if self._makers.since(self._constraint) is None:
+                since = self._makers.since(self._constraint)
+                if since is None or time.monotonic() - since < self._seconds:
                     raise Busy("no thread to make a grammar")
+                self._makers.give_up(self._constraint)
                 raise TimeoutError(f"no grammar after {self._seconds:g} s")
             return self._steps.bounded(self._constraint, self._of.result(timeout))
         except Busy:

@@ -2,7 +2,8 @@
 
 vLLM has half as many as the machine has cores, and a grammar that takes long keeps its thread until XGrammar
 ends, so that a few would keep everybody's waiting. Here what takes long keeps no place: others are begun
-beside it, up to a bound, and it runs when others leave it a core: XGrammar makes each with several threads.
+beside it, up to a bound. XGrammar makes each with several threads, which give way to others then, and run
+only where those leave them a core once nobody waits for the grammar any more.
 
 Invariant: no more than `at_once` and MOST_LONG are at work, and of one constraint one.
 """
@@ -20,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from services.sampler.engine.grammars.steps import LAST
+from services.sampler.engine.grammars.steps import LAST, Busy
 
 LONG_S = 1.0
 """What takes longer keeps no place. Most take milliseconds."""
@@ -28,17 +29,25 @@ LONG_S = 1.0
 MOST_LONG = 8
 """Of these. More keep their places."""
 
+_LATER = 10
+"""The niceness of these: on a busy machine they are made yet, in their time."""
+
 _NAMES, _THREADS = Path("/proc/thread-self/comm"), Path("/proc/self/task")
 _NUMBERS = itertools.count()
 
 
 class _Making:
-    def __init__(self, make: Callable[[Any], Any], request: Any) -> None:
+    def __init__(self, make: Any, request: Any) -> None:
         self.constraint = request.structured_output_request.structured_output_key
         self.future: Future[Any] = Future()
         self.since, self.long = 0.0, False
         self._make, self._request = make, request
         self._name = f"grammar {next(_NUMBERS) % 10**6}"
+        self.future.add_done_callback(self._forget)
+
+    def _forget(self, _: Future[Any]) -> None:
+        """One that was given up before its turn stays among those that wait: what it was to read does not."""
+        self._make = self._request = None
 
     def run(self) -> None:
         # What it begins bears its name. Without one it is not found.
@@ -49,13 +58,13 @@ class _Making:
         except BaseException as error:
             self.future.set_exception(error)
 
-    def defer(self) -> None:
-        """Has its threads run after all others."""
+    def defer(self, niceness: int) -> None:
+        """Has its threads give way to others."""
         for thread in _THREADS.iterdir():
             # It may have ended by now.
             with suppress(OSError):
                 if (thread / "comm").read_text().strip() == self._name:
-                    os.setpriority(os.PRIO_PROCESS, int(thread.name), LAST)
+                    os.setpriority(os.PRIO_PROCESS, int(thread.name), niceness)
 
 
 class Makers:
@@ -87,9 +96,20 @@ class Makers:
             for each in new:
                 each.long = True
         for each in new:
-            each.defer()
+            each.defer(_LATER)
         while (making := self._next()) is not None:
-            threading.Thread(target=self._work, args=(making,), name="grammars", daemon=True).start()
+            try:
+                threading.Thread(target=self._work, args=(making,), name="grammars", daemon=True).start()
+            except RuntimeError as error:
+                with self._lock:
+                    del self._at_work[making.constraint]
+                making.future.set_exception(Busy(str(error)))
+
+    def give_up(self, constraint: Any) -> None:
+        """Nobody waits any more for what is being made of a constraint."""
+        making = self._at_work.get(constraint)
+        if making is not None:
+            making.defer(LAST)
 
     def since(self, constraint: Any) -> float | None:
         """When a grammar of a constraint was begun that is being made, by the monotonic clock; None: none."""

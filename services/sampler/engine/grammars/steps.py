@@ -115,8 +115,9 @@ class _Asking:
 
     def give_up(self) -> None:
         """Lets it end after what it is at."""
-        # Before it may end: its number could be another one's then.
-        os.setpriority(os.PRIO_PROCESS, self._id, LAST)
+        # Before it may end: its number could be another one's then. Not everybody may.
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self._id, LAST)
         self.worker.close()
 
 

@@ -48,6 +48,9 @@ def leave_out(logits: torch.Tensor, bad_words: dict[int, list[list[int]]], befor
         for word in words:
             # Most differ in the last one.
             others = len(word) - 1
+            if word[-1] >= logits.shape[1]:
+                # Of a tokenizer that knows more tokens than the model.
+                continue
             if not others or (word[-2] == last and sampled[-others:] == word[:-1]):
                 tokens.append(word[-1])
         rows += [row] * (len(tokens) - known)

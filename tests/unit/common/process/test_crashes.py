@@ -232,6 +232,33 @@ def test_a_line_for_which_the_disk_had_no_space_is_made_up_for_with_the_next(
     assert again.is_suspect(KEY) and again.is_suspect(OTHER)
 
 
+def test_what_a_disk_took_in_part_only_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, write = started(tmp_path / "ledger"), os.write
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", lambda file, text: write(file, text[:5]))
+        ledger.begin([KEY])
+    ledger.begin([OTHER])
+    again = started(tmp_path / "ledger")
+    assert again.is_suspect(KEY) and again.is_suspect(OTHER)
+
+
+def test_a_ledger_that_could_not_be_opened_at_the_start_is_written_once_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", away)
+        ledger = started(tmp_path / "ledger")
+        ledger.begin([KEY])
+    ledger.begin([OTHER])
+    again = started(tmp_path / "ledger")
+    assert again.is_suspect(KEY) and again.is_suspect(OTHER)
+
+
 def test_a_disk_that_hangs_holds_a_process_up_for_a_moment_and_once_and_what_it_missed_is_made_up_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -216,8 +216,22 @@ def test_threads_of_what_was_given_up_come_after_all_others_and_are_few(
     finally:
         for each in given_up:
             each.over.set()
-    time.sleep(0.2)
+    deadline = time.monotonic() + 30
+    while steps._at_it and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert steps.bounded((REGEX, "new"), Grammar()).accept_tokens("r", [1])
+
+
+def test_where_no_thread_may_be_put_behind_others_a_grammar_is_given_up_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    own = Grammar("accept")
+    assert not Steps(0.1).bounded(A, own).accept_tokens("r", [1])
+    own.over.set()
 
 
 def test_a_sequence_that_finds_no_thread_is_to_be_sent_again() -> None:

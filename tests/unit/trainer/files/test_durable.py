@@ -159,9 +159,9 @@ async def test_of_a_volume_that_hangs_whoever_asks_for_a_snapshot_is_told_so(
     def text_hangs(path: Path, encoding: str = "", errors: str = "") -> str:
         return hangs(path).decode()
 
-    monkeypatch.setattr(volume, "VOLUME_LOOKS", Pool("answer of the data directory", 2, 0.1))
     try:
         with monkeypatch.context() as patched:
+            patched.setattr(volume, "VOLUME_LOOKS", Pool("answer of the data directory", 2, 0.1))
             patched.setattr(Path, "read_bytes", hangs)
             patched.setattr(Path, "read_text", text_hangs)
             for ask in (store.meta, store.read):
