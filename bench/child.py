@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Child:
-    """`python -m MODULE ARGUMENTS`; a context manager that ends it."""
+    """`python -m MODULE ARGUMENTS`, until it is closed."""
 
     def __init__(self, module: str, arguments: list[str], environment: Mapping[str, str], log: Path) -> None:
         """Starts it; the first `ask` waits until it has loaded what it needs.

@@ -59,7 +59,7 @@ def _load(model_dir: str) -> Callable[[Any], float]:
     from services.trainer.compute.data import AdamSpec, LoraSpec, PassOp
     from services.trainer.compute.engine import Engine
 
-    dist.init_process_group("gloo", store=dist.HashStore())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     engine = Engine(model_path=model_dir, device="cpu", dtype="float32", zero_stage=0)
     seq_id, models, shares = 0, 0, engine.shares_prefixes
 
