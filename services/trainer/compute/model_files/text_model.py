@@ -22,7 +22,6 @@ _OF_BOTH = {
 _SCALE = re.compile(r"\.weight_scale[^.]*$|(gate_up|down|gate|up)_proj_scales$")
 """Of a weight. What scales inputs of quantised linears is of no use where these are not."""
 
-
 _NEEDED = "hidden_size", "num_attention_heads", "vocab_size"
 
 
